@@ -1,0 +1,81 @@
+"""Sending and receiving control messages (types in ``messages.py``) on a SEQPACKET socket, with file descriptors."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from maru_shm import messages as M
+from maru_shm.errors import ProtocolViolation, SidecarUnavailable
+
+MAX_FDS = 64
+_encoder = msgspec.msgpack.Encoder()
+T = TypeVar("T")
+
+to_sidecar: msgspec.msgpack.Decoder[M.ClientMessage] = msgspec.msgpack.Decoder(M.ClientMessage)
+to_client: msgspec.msgpack.Decoder[M.SidecarMessage] = msgspec.msgpack.Decoder(M.SidecarMessage)
+
+
+def default_socket_path() -> str:
+    """``$MARU_SOCKET``, else ``/run/maru/control.sock`` where that directory exists, else a per-user path."""
+    if path := os.environ.get("MARU_SOCKET"):
+        return path
+    if os.path.isdir("/run/maru"):
+        return "/run/maru/control.sock"
+    return os.path.join(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/maru-{os.getuid()}", "maru.sock")
+
+
+def send(sock: socket.socket, message: M.ClientMessage | M.SidecarMessage, fds: Sequence[int] = ()) -> None:
+    """Send one message. Raises ``OSError`` as the socket does; :class:`ProtocolViolation` if it is too long to send."""
+    data = _encoder.encode(message)
+    if len(data) > M.MAX_MESSAGE:
+        raise ProtocolViolation(f"{type(message).__name__} of {len(data)} bytes", f"at most {M.MAX_MESSAGE} fit in a message")
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+
+
+def receive(sock: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> tuple[T, list[int]] | None:
+    """Receive one message and its descriptors (the caller's to close); None at end of file.
+
+    Raises ``BlockingIOError`` on an empty non-blocking socket, :class:`ProtocolViolation` for garbage or a truncated
+    packet (its descriptors are closed).
+    """
+    data, ancillary, flags, _ = sock.recvmsg(M.MAX_MESSAGE + 1, socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    try:
+        if not data and not fds:
+            return None
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise ProtocolViolation(f"control packet longer than {M.MAX_MESSAGE} bytes or {MAX_FDS} descriptors", "")
+        return decoder.decode(data), list(fds)
+    except (msgspec.MsgspecError, ProtocolViolation) as e:
+        for fd in fds:
+            os.close(fd)
+        if isinstance(e, ProtocolViolation):
+            raise
+        raise ProtocolViolation(f"control message not understood: {e}", "run the same release on both sides") from e
+
+
+def connect(path: str, timeout: float | None) -> socket.socket:
+    """Connect to the sidecar's control socket. Raises :class:`SidecarUnavailable` naming path and reason."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    sock.settimeout(timeout)
+    try:
+        sock.connect(path)
+    except OSError as e:
+        sock.close()
+        hint = {
+            "FileNotFoundError": "start it: maru-sidecar run",
+            "ConnectionRefusedError": "the socket is stale; start the sidecar: maru-sidecar run",
+            "PermissionError": "join the socket's group, or run as the sidecar's user",
+        }.get(type(e).__name__, "check the socket path")
+        raise SidecarUnavailable(f"no sidecar at {path}: {e.strerror or e}", hint) from e
+    return sock

@@ -1,0 +1,92 @@
+"""What a transfer engine must do. One conformance suite runs on every implementation.
+
+A :class:`TransferEngine` moves whole chunks between the pool mapping and one worker's KV cache, imported once at attach as a
+:class:`KvTarget`. Slabs are block-major (``maru_shm.geometry``): block ``j`` of a chunk lies at
+``slab_offset + j * layout.block_bytes``, the pieces of all planes in plane order.
+
+Rules
+- ``submit`` returns at once or after a bounded host-side cost; the bytes are there when the :class:`Copy` is done.
+- A ``SKIP_BLOCK`` id copies nothing for that block.
+- Block ids were checked against the layout before; offsets come from the directory. An engine checks neither again.
+- ``wait`` releases the GIL. It raises :class:`~maru_shm.errors.EngineGone` if the peer died, else ``TransferError``; in both cases no
+  byte of the engine's memory is touched after it has raised.
+- Nothing is allocated, registered or created per copy that could be made once at attach.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from maru_shm.geometry import KvLayout
+
+
+class Direction(enum.Enum):
+    LOAD = "load"  #: slab → engine
+    STORE = "store"  #: engine → slab
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The process whose memory is the other end. The pidfd names it for good: pids are reused, pidfds are not."""
+
+    pid: int
+    pidfd: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMapping:
+    """Where the pool lies in this process. ``address`` and ``size`` in bytes; offsets count from ``address``."""
+
+    address: int
+    size: int
+    fd: int
+
+
+class Copy(Protocol):
+    """A copy in flight."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not (non-blocking)."""
+        ...
+
+    def wait(self) -> None:
+        """Block without the GIL until it has ended; raises what went wrong."""
+        ...
+
+
+class KvTarget(Protocol):
+    """One worker's KV cache, imported."""
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    def submit(self, direction: Direction, slab_offsets: npt.NDArray[np.uint64], blocks: npt.NDArray[np.int32]) -> Copy:
+        """Start copying ``n`` chunks. ``slab_offsets``: shape (n,), bytes from the pool's start. ``blocks``: shape
+        (n, blocks per chunk), manager block ids or ``SKIP_BLOCK``."""
+        ...
+
+    def close(self) -> None:
+        """Forget the peer's memory; waits for copies in flight. Idempotent."""
+        ...
+
+
+class TransferEngine(Protocol):
+    """One way of moving bytes. Made once per sidecar; owns nothing of a device until the first :meth:`attach`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def attach(self, layout: KvLayout, peer: Peer, fds: Sequence[int]) -> KvTarget:
+        """Import a worker's KV cache. Raises :class:`~maru_shm.errors.AttachRefused` saying what is unreachable and why."""
+        ...
+
+    def close(self) -> None: ...
