@@ -104,7 +104,12 @@ MAX_RECORDS = 1 << TICKET_INDEX_BITS
 
 
 class Op(enum.IntEnum):
-    """What a record asks for. Keys are ``n_keys`` × 16 bytes, block ids ``n_blocks`` × int32, both in the request cell."""
+    """What a record asks for. Keys are ``n_keys`` × 16 bytes, block ids ``n_blocks`` × int32, both in the request cell.
+
+    Keys of one record follow each other in one prefix; ``depth`` is the index of the first *chunk* in it. A STORE's first key
+    is the parent of its first chunk (the request's root where the chunk opens the prompt) and its block ids are SKIP_BLOCK:
+    n chunks, n + 1 keys.
+    """
 
     LOOKUP = 1  #: scheduler: how many leading keys are present on all ranks; the hit is leased
     LOAD = 2  #: worker: slabs → its KV blocks
@@ -147,7 +152,7 @@ class Code(enum.IntEnum):
 # --- record -------------------------------------------------------------------------------------------------------------
 RECORD_BYTES = 256
 RECORD_WORDS = RECORD_BYTES // 8
-#: client's line: ticket, op, flags (0), lease ticket, fence, lease session, group, n_keys, n_blocks, t_posted
+#: client's line: ticket, op, flags (0), lease ticket, fence, lease session, depth, n_keys, n_blocks, t_posted
 REQUEST = struct.Struct("<QIIQQIIIIQ")
 REQUEST_OFFSET = 0
 CANCEL_WORD = 56 // 8  #: client: 1 asks for no further copy

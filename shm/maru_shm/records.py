@@ -43,7 +43,7 @@ class Request:
     lease: int
     lease_session: int
     fence: int
-    group: int
+    depth: int  #: index, in its prefix, of the first chunk
     t_posted: int
     keys: bytes
     blocks: npt.NDArray[np.int32]
@@ -95,7 +95,7 @@ class ClientRecords:
         fence: int = 0,
         lease: int = 0,
         lease_session: int = 0,
-        group: int = 0,
+        depth: int = 0,
         label: str = "",
     ) -> int:
         """Fill a free record and push it on the ring; visible (and the doorbell due) after the ring's ``publish``.
@@ -119,7 +119,7 @@ class ClientRecords:
             self._bytes[split : split + n_blocks * L.BLOCK_ID_BYTES] = blocks
         base = self._shape.records_offset + index * L.RECORD_BYTES
         L.REQUEST.pack_into(
-            self._bytes, base, ticket, op, 0, lease, fence, lease_session, group, n_keys, n_blocks, time.monotonic_ns()
+            self._bytes, base, ticket, op, 0, lease, fence, lease_session, depth, n_keys, n_blocks, time.monotonic_ns()
         )
         text = label.encode()[: L.LABEL_BYTES]
         self._bytes[base + L.LABEL_OFFSET : base + L.LABEL_OFFSET + L.LABEL_BYTES] = text.ljust(L.LABEL_BYTES, b"\0")
@@ -207,7 +207,7 @@ class SidecarRecords:
         if word != ticket << 8 | L.State.POSTED:
             raise ProtocolViolation(f"record {index} is {word:#x}, expected ticket {ticket:#x} POSTED", "")
         order_fence()  # SYNC POINT: acquire
-        own, op, _, lease, fence, lease_session, group, n_keys, n_blocks, t_posted = L.REQUEST.unpack_from(self._bytes, base)
+        own, op, _, lease, fence, lease_session, depth, n_keys, n_blocks, t_posted = L.REQUEST.unpack_from(self._bytes, base)
         need = n_keys * L.KEY_BYTES + n_blocks * L.BLOCK_ID_BYTES
         if own != ticket or need > self._shape.cell_bytes:
             raise ProtocolViolation(f"record {index} claims {n_keys} keys and {n_blocks} blocks for ticket {own:#x}", "")
@@ -227,7 +227,7 @@ class SidecarRecords:
         order_fence()
         self._words[base // 8 + L.STATE_WORD] = ticket << 8 | L.State.ACCEPTED  # SYNC POINT: release
         return Request(
-            ticket, parsed_op, lease, lease_session, fence, group, t_posted, keys,
+            ticket, parsed_op, lease, lease_session, fence, depth, t_posted, keys,
             blocks.reshape(n_keys, -1) if n_blocks else blocks.reshape(0, 0), label.decode(errors="replace"),
         )  # fmt: skip
 
