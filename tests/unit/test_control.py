@@ -1,0 +1,111 @@
+"""Control messages over a real SEQPACKET pair: what is sent arrives, what is not a message is refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from maru_shm import control
+from maru_shm import messages as M
+from maru_shm.errors import ProtocolViolation, SidecarUnavailable
+from maru_shm.geometry import KvLayout, KvPlane, KvRegion, RegionKind
+from maru_shm.layout import Role
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    yield a, b
+    a.close()
+    b.close()
+
+
+def layout(**changes: object) -> KvLayout:
+    fields: dict[str, object] = {
+        "num_blocks": 10,
+        "block_tokens": 16,
+        "planes": (KvPlane(0, 0, 64, 64, 0), KvPlane(0, 640, 64, 64, 1)),
+        "regions": (KvRegion(RegionKind.PROCESS_VM, 0x1000, 1280),),
+        "signature": "test",
+    }
+    return KvLayout(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_a_message_and_its_descriptors_arrive(pair: Pair) -> None:
+    message = M.Attach(Role.WORKER, "e", 0, 1, bytes(16), 256, 64, 100, 1000, layout())
+    r, w = os.pipe()
+    control.send(pair[0], message, [w])
+    received = control.receive(pair[1], control.to_sidecar)
+    assert received is not None
+    got, fds = received
+    assert got == message
+    os.write(fds[0], b"x")
+    assert os.read(r, 1) == b"x"
+    for fd in (r, w, *fds):
+        os.close(fd)
+
+
+def test_end_of_file_is_none_and_an_empty_socket_blocks(pair: Pair) -> None:
+    pair[1].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        control.receive(pair[1], control.to_sidecar)
+    pair[0].close()
+    assert control.receive(pair[1], control.to_sidecar) is None
+
+
+@pytest.mark.parametrize("garbage", [b"\xff", b"hello", b"\x81\xa4type\xa4nope", os.urandom(300)])
+def test_garbage_is_a_violation_and_leaks_no_descriptor(pair: Pair, garbage: bytes) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    r, w = os.pipe()
+    socket.send_fds(pair[0], [garbage], [w])
+    with pytest.raises(ProtocolViolation, match="not understood"):
+        control.receive(pair[1], control.to_sidecar)
+    os.close(r)
+    os.close(w)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_packet_that_is_too_long_is_a_violation(pair: Pair) -> None:
+    pair[0].send(bytes(M.MAX_MESSAGE + 2))
+    with pytest.raises(ProtocolViolation, match="longer than"):
+        control.receive(pair[1], control.to_sidecar)
+    with pytest.raises(ProtocolViolation, match="fit in a message"):
+        control.send(pair[0], M.Pin("", ["0" * 32] * 10_000))
+
+
+def test_an_absent_sidecar_is_named_with_the_remedy(tmp_path: os.PathLike[str]) -> None:
+    with pytest.raises(SidecarUnavailable, match="start it: maru-sidecar run"):
+        control.connect(os.path.join(tmp_path, "none.sock"), 1.0)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"num_blocks": 0},
+        {"num_blocks": 1 << 40},
+        {"planes": ()},
+        {"planes": (KvPlane(1, 0, 64, 64),)},
+        {"planes": (KvPlane(0, -64, 64, 64),)},
+        {"planes": (KvPlane(0, 0, 32, 64),)},
+        {"planes": (KvPlane(0, 700, 64, 64),)},
+        {"regions": (KvRegion(RegionKind.PROCESS_VM, 0, 1280),)},
+        {"regions": ()},
+    ],
+)
+def test_a_layout_that_leaves_its_memory_is_refused(bad: dict[str, object]) -> None:
+    layout().check()
+    with pytest.raises(ProtocolViolation):
+        layout(**bad).check()
+
+
+def test_layouts_share_slabs_by_pieces_and_meaning_not_by_strides() -> None:
+    a = layout()
+    assert a.identity == layout(num_blocks=5, regions=(KvRegion(RegionKind.PROCESS_VM, 0x9000, 9999),)).identity
+    assert a.identity != layout(signature="other").identity
+    assert a.identity != layout(planes=(KvPlane(0, 0, 128, 128, 0),)).identity
+    assert a.block_bytes == 128

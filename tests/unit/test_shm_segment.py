@@ -1,0 +1,104 @@
+"""Segments: published last, refused when they contradict themselves, read-only for tools."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterator
+
+import pytest
+from test_shm_ring_records import SHAPE, make_info
+
+from maru_shm import layout as L
+from maru_shm import segment as S
+from maru_shm.errors import SegmentCorrupt, SegmentError, SegmentNotReady, SegmentVersionMismatch
+
+
+@pytest.fixture
+def segment() -> Iterator[S.Segment]:
+    s = S.create(make_info(session=7))
+    yield s
+    s.close()
+    with contextlib.suppress(SegmentError):
+        S.unlink(s.info.name)
+
+
+def test_what_was_created_is_what_is_mapped(segment: S.Segment) -> None:
+    mapped = S.map_fd(segment.fd, writable=True)
+    assert mapped.info == segment.info
+    mapped.close()
+    assert [n for n, *_ in S.list_names("0123abcd")] == [segment.info.name]
+    assert not list(S.list_names("ffffffff"))
+
+
+def test_a_read_only_view_cannot_be_written(segment: S.Segment) -> None:
+    view = S.open_readonly(segment.info.name)
+    with pytest.raises(TypeError):
+        view.words[L.WORD_SQ_TAIL] = 1
+    view.close()
+
+
+def test_the_same_name_is_not_created_twice(segment: S.Segment) -> None:
+    with pytest.raises(SegmentError, match="exists"):
+        S.create(segment.info)
+
+
+def test_a_segment_without_its_magic_is_not_ready(segment: S.Segment) -> None:
+    segment.words[L.WORD_MAGIC] = 0
+    with pytest.raises(SegmentNotReady, match="magic"):
+        S.map_fd(segment.fd, writable=False)
+
+
+def test_another_abi_is_refused_with_both_numbers(segment: S.Segment) -> None:
+    segment.bytes[L.STATIC_OFFSET + 8] = 9
+    with pytest.raises(SegmentVersionMismatch, match=r"ABI 9\.0, this program 1\.0"):
+        S.map_fd(segment.fd, writable=False)
+
+
+def test_any_flipped_byte_of_the_static_block_is_noticed(segment: S.Segment) -> None:
+    for offset in range(L.STATIC_OFFSET, L.STATIC_CRC_OFFSET + 4):
+        segment.bytes[offset] ^= 0x40
+        with pytest.raises(SegmentError):
+            S.map_fd(segment.fd, writable=False)
+        segment.bytes[offset] ^= 0x40
+    S.map_fd(segment.fd, writable=False).close()
+
+
+def test_a_truncated_segment_is_refused_before_it_is_touched(segment: S.Segment) -> None:
+    os.ftruncate(segment.fd, 8192 + mmap.PAGESIZE)
+    with pytest.raises(SegmentCorrupt, match="its header says"):
+        S.map_fd(segment.fd, writable=False)
+    os.ftruncate(segment.fd, 100)
+    with pytest.raises(SegmentNotReady, match="100 bytes"):
+        S.map_fd(segment.fd, writable=False)
+
+
+def test_absurd_shapes_are_refused() -> None:
+    for shape in (
+        L.SegmentShape(3, 4, 64, 0),
+        L.SegmentShape(4, 0, 64, 0),
+        L.SegmentShape(4, 1 << 17, 64, 0),
+        L.SegmentShape(4, 4, 0, 0),
+    ):
+        with pytest.raises(SegmentCorrupt):
+            shape.check()
+
+
+def test_sections_do_not_overlap_and_fill_the_segment() -> None:
+    assert L.RING_OFFSET + SHAPE.n_slots * L.SLOT_BYTES <= SHAPE.records_offset
+    assert SHAPE.records_offset + SHAPE.n_records * L.RECORD_BYTES <= SHAPE.cells_offset
+    assert SHAPE.cells_offset + SHAPE.n_records * SHAPE.cell_bytes <= SHAPE.replies_offset
+    assert SHAPE.replies_offset + SHAPE.n_records * SHAPE.reply_bytes <= SHAPE.total_bytes
+    assert L.REQUEST.size <= L.CANCEL_WORD * 8 < L.LABEL_OFFSET
+    assert L.STATE_WORD * 8 < L.COPYING_WORD * 8 < L.REPLY_OFFSET
+    assert L.REPLY_OFFSET + L.REPLY.size <= L.RECORD_BYTES
+
+
+def test_a_dead_process_has_no_start_time() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert S.process_start_time(pid) == 0
+    assert S.process_start_time(os.getpid()) > 0
