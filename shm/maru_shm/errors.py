@@ -59,6 +59,10 @@ class SidecarUnavailable(MaruError):
     """No sidecar answers on the control socket, or it went away (Closed)."""
 
 
+class SocketBusy(MaruError):
+    """Another sidecar serves this control socket."""
+
+
 class AttachRefused(MaruError):
     """The sidecar answered an attach with a refusal; the engine runs without cache."""
 

@@ -13,6 +13,7 @@ a slab; piece sizes and their meaning (``signature``) may not.
 from __future__ import annotations
 
 import enum
+import struct
 
 import msgspec
 
@@ -27,12 +28,18 @@ class RegionKind(enum.StrEnum):
     """How the sidecar reaches a region of the engine's memory."""
 
     PROCESS_VM = "process_vm"  #: host memory of the client process, by process_vm_readv/writev
-    CUDA_IPC = "cuda_ipc"  #: legacy CUDA IPC handle of the allocation's base
+    CUDA_IPC = "cuda_ipc"  #: legacy CUDA IPC handle of the allocation around it
     CUDA_VMM = "cuda_vmm"  #: exported VMM allocation; the file descriptor travels beside the message
 
 
+#: ``KvRegion.handle`` of a CUDA_IPC region: the 64-byte handle of the allocation it lies in, its offset there (bytes)
+CUDA_IPC_HANDLE = struct.Struct("<64sQ")
+#: of a CUDA_VMM region: its offset in the exported allocation, that allocation's size (bytes)
+CUDA_VMM_HANDLE = struct.Struct("<QQ")
+
+
 class KvRegion(msgspec.Struct, frozen=True):
-    """One contiguous allocation. ``address`` is where the engine sees it; ``handle`` is the 64-byte IPC handle, if any."""
+    """One contiguous range. ``address`` is where the engine sees it; ``handle``: a CUDA_IPC_HANDLE or CUDA_VMM_HANDLE."""
 
     kind: RegionKind
     address: int

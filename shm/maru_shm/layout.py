@@ -68,6 +68,10 @@ WORD_CLIENT_BEAT = 0x380 // 8  #: client: monotonic ns of its last step (informa
 WORD_SIDECAR_BEAT = 0x400 // 8  #: sidecar: monotonic ns; stale raises suspicion, never frees memory
 WORD_SIDECAR_STATE = 0x480 // 8  #: sidecar: SidecarState
 WORD_CLIENT_STEP = 0x500 // 8  #: client: last engine step seen
+#: sidecar: 16 bytes, the namespace this session's keys belong to; zero until all ranks of its engine are there. With the record
+#: table it lets the next sidecar honour the leases of this one: (namespace, keys of a DONE lookup, its deadline).
+NAMESPACE_OFFSET = 0x580
+WORD_WORLD = 0x590 // 8  #: sidecar: ranks of the engine, stored after the namespace; 0: none yet
 WORD_FENCE = FENCE_PAGE // 8  #: client (or its GPU stream): every launch up to this engine step has finished
 
 

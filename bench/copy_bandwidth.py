@@ -1,0 +1,244 @@
+"""What the cuda engine reaches against one flat pinned copy of the same bytes, and what that costs a decode loop beside it.
+
+Run on a machine with an NVIDIA GPU and torch, from the repository root::
+
+    python bench/copy_bandwidth.py [--quick] [--json FILE]
+
+A second process owns the KV cache (32 layers, layer-outermost, one buffer), this one is the sidecar. Each row is one prompt of
+1,024 blocks: wall-clock GB/s, the share of the flat figure of the same run, descriptors, and CPU milliseconds spent planning
+and submitting. Tables: *scattered* ids, *runs* of 16 (one chunk each), *consecutive* ids. *sliced*: 64 MiB per submission, two
+in flight, as the daemon does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)] + [str(ROOT / part) for part in ("shm", "sidecar", "connector", "server")]
+
+from tests.gpu.kv_process import KvProcess  # noqa: E402
+from tests.support.shm_pool import ShmPool  # noqa: E402
+
+from maru_shm.geometry import KvLayout, KvPlane, KvRegion  # noqa: E402
+from maru_sidecar.transfer.base import Direction  # noqa: E402
+from maru_sidecar.transfer.cuda import CudaCopy, CudaTarget, CudaTransfer  # noqa: E402
+
+LAYERS, BLOCKS, PER_CHUNK = 32, 1024, 16
+SLICE = 64 << 20
+BLOCK = LAYERS * 65536
+POOL = 2 * BLOCKS * BLOCK + BLOCK
+Table = npt.NDArray[np.int32]
+
+
+def layout_of(region: KvRegion, num_blocks: int, piece: int) -> KvLayout:
+    planes = tuple(KvPlane(0, i * num_blocks * piece, piece, piece, i) for i in range(LAYERS))
+    return KvLayout(num_blocks, 16, planes, (region,), "bench")
+
+
+def tables(num_blocks: int) -> dict[str, Table]:
+    rng = np.random.default_rng(1)
+    starts = rng.permutation(num_blocks // PER_CHUNK)[: BLOCKS // PER_CHUNK] * PER_CHUNK
+    return {
+        name: ids.astype(np.int32).reshape(-1, PER_CHUNK)
+        for name, ids in (
+            ("scattered", rng.permutation(num_blocks)[:BLOCKS]),
+            ("runs of 16", (starts[:, None] + np.arange(PER_CHUNK)).reshape(-1)),
+            ("consecutive", np.arange(BLOCKS)),
+        )
+    }
+
+
+def whole(target: CudaTarget, direction: Direction, offsets: npt.NDArray[np.uint64], table: Table) -> Callable[[], None]:
+    return lambda: target.submit(direction, offsets, table).wait()
+
+
+def sliced(target: CudaTarget, direction: Direction, offsets: npt.NDArray[np.uint64], table: Table) -> Callable[[], None]:
+    """Submissions of SLICE bytes, two in flight."""
+    chunks = max(1, SLICE // (PER_CHUNK * target.layout.block_bytes))
+
+    def run() -> None:
+        flying: deque[CudaCopy] = deque()
+        for at in range(0, len(table), chunks):
+            if len(flying) == 2:
+                flying.popleft().wait()
+            flying.append(target.submit(direction, offsets[at : at + chunks], table[at : at + chunks]))
+        for copy in flying:
+            copy.wait()
+
+    return run
+
+
+def best(run: Callable[[], None], repeats: int) -> float:
+    """Seconds, the median after one warm-up."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+class Bench:
+    def __init__(self, *, quick: bool) -> None:
+        self.repeats = 3 if quick else 7
+        self.quick = quick
+        self.process = KvProcess()
+        self.pool = ShmPool(POOL)
+        self.pool.bytes[:: 1 << 12] = 1
+        self.transfer = CudaTransfer(self.pool.mapping, POOL)  # one registration: slabs here are neighbours throughout
+        self.rows: list[dict[str, object]] = []
+
+    def flat(self, target: CudaTarget, direction: Direction, nbytes: int) -> float:
+        """GB/s of plain cuMemcpyHtoDAsync/DtoHAsync over the same memory."""
+        device, driver = target.device, target.device.driver
+        library = driver._lib
+        lane = device._lanes[direction]
+        gpu = ctypes.c_uint64(target.planner.plan(np.zeros(1, np.uint64), np.zeros((1, 1), np.int32))["device"][0])
+        host, size, stream = ctypes.c_void_p(self.pool.mapping.address), ctypes.c_size_t(nbytes), ctypes.c_void_p(lane.stream)
+        event = driver.create_event()
+
+        def run() -> None:
+            if direction is Direction.LOAD:
+                code = library.cuMemcpyHtoDAsync_v2(gpu, host, size, stream)
+            else:
+                code = library.cuMemcpyDtoHAsync_v2(host, gpu, size, stream)
+            assert code == 0, code
+            driver.record_event(event, lane.stream)
+            driver.wait_event(event)
+
+        seconds = best(run, self.repeats)
+        driver.destroy_event(event)
+        return nbytes / seconds / 1e9
+
+    def row(self, **values: object) -> None:
+        self.rows.append(values)
+        print("  ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()), flush=True)
+
+    def attach(self, num_blocks: int, piece: int) -> CudaTarget:
+        (region,) = self.process.allocate(LAYERS * num_blocks * piece)
+        target = self.transfer.attach(layout_of(region, num_blocks, piece), self.process.peer)
+        state = self.transfer.pinning.join(300)
+        assert state.value == "pinned", state
+        return target
+
+    def measure(self, piece: int, num_blocks: int, note: str = "") -> None:
+        target = self.attach(num_blocks, piece)
+        nbytes = BLOCKS * LAYERS * piece
+        offsets = np.arange(BLOCKS // PER_CHUNK, dtype=np.uint64) * np.uint64(PER_CHUNK * LAYERS * piece)
+        for direction in Direction:
+            flat = self.flat(target, direction, nbytes)
+            for name, table in tables(num_blocks).items():
+                for way in (whole, sliced):
+                    before = self.transfer.statistics()
+                    seconds = best(way(target, direction, offsets, table), self.repeats)
+                    after = self.transfer.statistics()
+                    runs = self.repeats + 1
+                    self.row(
+                        piece_kib=piece >> 10, note=note or "-", direction=direction.value, table=name, way=way.__name__,
+                        gbps=nbytes / seconds / 1e9, of_flat=100 * nbytes / seconds / 1e9 / flat, flat=flat,
+                        copies=(after.copies - before.copies) // runs, cpu_ms=(after.cpu_ns - before.cpu_ns) / runs / 1e6,
+                    )  # fmt: skip
+        target.close()
+
+    def duplex(self, piece: int, num_blocks: int) -> None:
+        """Loads and stores at once, each on half of the pool, two prompts each."""
+        target = self.attach(num_blocks, piece)
+        table = tables(num_blocks)["scattered"]
+        nbytes = BLOCKS * LAYERS * piece
+        rates: dict[str, float] = {}
+
+        def loop(direction: Direction, base: int) -> None:
+            offsets = np.uint64(base) + np.arange(len(table), dtype=np.uint64) * np.uint64(PER_CHUNK * LAYERS * piece)
+            run = sliced(target, direction, offsets, table)
+            start = time.perf_counter()
+            for _ in range(8):
+                run()
+            rates[direction.value] = 8 * nbytes / (time.perf_counter() - start) / 1e9
+
+        threads = [threading.Thread(target=loop, args=(d, i * nbytes)) for i, d in enumerate(Direction)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.row(piece_kib=piece >> 10, duplex_load_gbps=rates["load"], duplex_store_gbps=rates["store"])
+        target.close()
+
+    def interference(self, piece: int, num_blocks: int) -> None:
+        """A memory-bound loop in the engine's process while this one copies without pause."""
+        target = self.attach(num_blocks, piece)
+        table = tables(num_blocks)["scattered"]
+        seconds = 1.0 if self.quick else 2.0
+        self.process.call("decode", 0.5)
+        quiet = statistics.median(self.process.call("decode", seconds))
+        for what in ((Direction.LOAD,), (Direction.STORE,), tuple(Direction)):
+            stop = threading.Event()
+            moved = [0]
+
+            def copy(direction: Direction, base: int, stop: threading.Event = stop, moved: list[int] = moved) -> None:
+                offsets = np.uint64(base) + np.arange(len(table), dtype=np.uint64) * np.uint64(PER_CHUNK * LAYERS * piece)
+                run = sliced(target, direction, offsets, table)
+                while not stop.is_set():
+                    run()
+                    moved[0] += BLOCKS * LAYERS * piece
+
+            threads = [threading.Thread(target=copy, args=(d, i * BLOCKS * LAYERS * piece)) for i, d in enumerate(what)]
+            for thread in threads:
+                thread.start()
+            start = time.perf_counter()
+            loaded = statistics.median(self.process.call("decode", seconds))
+            rate = moved[0] / (time.perf_counter() - start) / 1e9
+            stop.set()
+            for thread in threads:
+                thread.join()
+            self.row(
+                interference="+".join(d.value for d in what), step_ms=round(loaded, 3), alone_ms=round(quiet, 3),
+                slowdown_percent=100 * (loaded / quiet - 1), copying_gbps=rate,
+            )  # fmt: skip
+        target.close()
+
+    def close(self) -> None:
+        self.transfer.close()
+        self.process.close()
+        self.pool.close()
+
+
+def shapes(*, quick: bool) -> Iterator[tuple[int, int, str]]:
+    for kib in (64, 32, 16, 8):
+        yield kib << 10, 4096 * (64 // kib), ""
+    if not quick:
+        yield 65536, 46000, "layer stride 2.8 GiB"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, no cache of 96 GiB")
+    parser.add_argument("--json", type=Path, help="write all rows there")
+    options = parser.parse_args()
+    bench = Bench(quick=options.quick)
+    try:
+        for shape in shapes(quick=options.quick):
+            bench.measure(*shape)
+        bench.duplex(65536, 4096)
+        bench.interference(65536, 4096)
+    finally:
+        bench.close()
+        if options.json:
+            options.json.write_text(json.dumps(bench.rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""What a user may set in ``kv_connector_extra_config``, parsed and checked once.
+
+Keys are ``maru.<field>``, e.g. ``{"maru.socket": "/run/maru/control.sock", "maru.chunk_tokens": 256}``. A ``maru.*`` key that
+is not a field is a :class:`~maru_shm.errors.ConfigError` that names the nearest one; other keys are somebody else's.
+
+The names of the in-engine connector this project descends from still work as aliases:
+
+==================================================================  ========================
+alias                                                               means
+==================================================================  ========================
+``maru_kv_chunk_tokens``                                            ``maru.chunk_tokens``
+``maru_async_load``, ``maru_enable_deferred_loading``               ``maru.deferred_load``
+``maru_async_store``, ``maru_enable_write_behind``                  ``maru.write_behind``
+``maru_overlap_load_with_compute``, ``maru_enable_layerwise_overlap``  ``maru.layerwise_overlap``
+==================================================================  ========================
+
+Its settings for the pool and the server (``maru_pool_size``, ``maru_server_url``…) belong to the sidecar here; they are
+listed in :attr:`Options.ignored` so that the connector can say so.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from maru_shm import control
+from maru_shm.errors import ConfigError
+
+PREFIX = "maru."
+ALIASES = {
+    "maru_kv_chunk_tokens": "chunk_tokens",
+    "maru_async_load": "deferred_load",
+    "maru_enable_deferred_loading": "deferred_load",
+    "maru_async_store": "write_behind",
+    "maru_enable_write_behind": "write_behind",
+    "maru_overlap_load_with_compute": "layerwise_overlap",
+    "maru_enable_layerwise_overlap": "layerwise_overlap",
+}
+SIDECAR_OWNED = frozenset({
+    "maru_server_url", "maru_pool_size", "maru_chunk_size", "maru_instance_id", "maru_eager_map", "maru_use_layerwise",
+    "maru_load_admission_window", "maru_overlap_release_after_layers", "maru_log_timing", "maru_storage_backend",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Times in seconds or microseconds as the name says; token counts in tokens."""
+
+    socket: str = field(default_factory=control.default_socket_path)
+    chunk_tokens: int = 256  #: tokens per slab; a multiple of the engine's block size
+    deferred_load: bool = True  #: park a hit while it loads; False loads inside the step
+    write_behind: bool = True  #: store in the background; False waits for each store inside its step
+    layerwise_overlap: bool | None = None  #: None: where supported; True: say so where it is not
+    lookup_spin_us: float = 150.0  #: how long the scheduler looks at an answer before it asks again next step
+    lookup_patience_ms: float = 50.0  #: an answer later than this is a miss
+    load_timeout_s: float = 30.0  #: a load that takes longer is cancelled and recomputed
+    store_timeout_s: float = 60.0  #: a store that takes longer is abandoned
+    attach_timeout_s: float = 2.0  #: how long engine start waits for the sidecar; it goes on without
+    max_records: int = 256  #: requests in flight on the ring
+    min_hit_tokens: int = 0  #: a shorter external hit is not worth a load
+    max_parked_share: float = 0.5  #: of the GPU blocks, held by requests whose hit is loading
+    max_pinned_share: float = 0.25  #: of the GPU blocks, pinned by stores in flight
+    ignored: tuple[str, ...] = ()  #: settings of the in-engine connector that now belong to the sidecar
+
+
+_TYPES: dict[str, type] = {
+    "socket": str, "chunk_tokens": int, "deferred_load": bool, "write_behind": bool, "layerwise_overlap": bool,
+    "lookup_spin_us": float, "lookup_patience_ms": float, "load_timeout_s": float, "store_timeout_s": float,
+    "attach_timeout_s": float, "max_records": int, "min_hit_tokens": int, "max_parked_share": float, "max_pinned_share": float,
+}  # fmt: skip
+_POSITIVE = ("chunk_tokens", "max_records", "load_timeout_s", "store_timeout_s")
+_SHARES = ("max_parked_share", "max_pinned_share")
+_BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+def parse_options(extra: Mapping[str, object] | None) -> Options:
+    """Options from ``kv_connector_extra_config``. Raises :class:`ConfigError` naming key, value and remedy."""
+    values: dict[str, object] = {}
+    ignored: list[str] = []
+    for key, raw in (extra or {}).items():
+        if key in SIDECAR_OWNED:
+            ignored.append(key)
+            continue
+        name = ALIASES.get(key) or (key.removeprefix(PREFIX) if key.startswith(PREFIX) else "")
+        if not name:
+            continue
+        if name not in _TYPES:
+            near = difflib.get_close_matches(name, _TYPES, n=1)
+            raise ConfigError(
+                f"kv_connector_extra_config has no option {key!r}",
+                f"did you mean {PREFIX}{near[0]}?" if near else f"options: {', '.join(PREFIX + n for n in _TYPES)}",
+            )
+        if name in values:
+            raise ConfigError(f"kv_connector_extra_config sets {PREFIX}{name} twice ({key!r} is an alias)", "keep one of them")
+        values[name] = _convert(key, raw, _TYPES[name])
+    options = Options(**values, ignored=tuple(ignored))  # type: ignore[arg-type]
+    _check(options)
+    return options
+
+
+def _convert(key: str, raw: object, kind: type) -> object:
+    if kind is bool and isinstance(raw, str) and raw.lower() in _BOOLS:
+        return _BOOLS[raw.lower()]
+    if kind is bool or isinstance(raw, bool):
+        if kind is bool and isinstance(raw, bool):
+            return raw
+        raise ConfigError(f"{key} is {raw!r}", f"expected {kind.__name__}")
+    try:
+        if kind is str and isinstance(raw, str) and raw:
+            return raw
+        if kind in (int, float) and isinstance(raw, (int, float, str)):
+            value = kind(raw)
+            if kind is float or value == float(raw):
+                return value
+    except ValueError as e:
+        raise ConfigError(f"{key} is {raw!r}", f"expected {kind.__name__}") from e
+    raise ConfigError(f"{key} is {raw!r}", f"expected {kind.__name__}")
+
+
+def _check(options: Options) -> None:
+    for f in fields(options):
+        value = getattr(options, f.name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        if math.isnan(value) or value < 0 or (f.name in _POSITIVE and value == 0):
+            raise ConfigError(f"{PREFIX}{f.name} is {value}", "expected a positive number")
+        if f.name in _SHARES and value > 1:
+            raise ConfigError(f"{PREFIX}{f.name} is {value}", "expected a share between 0 and 1")
+
+
+def check_chunk(options: Options, block_tokens: int) -> None:
+    """Raise :class:`ConfigError` unless a chunk is a whole number of the engine's blocks."""
+    if options.chunk_tokens % block_tokens:
+        up = -(-options.chunk_tokens // block_tokens) * block_tokens
+        raise ConfigError(
+            f"maru.chunk_tokens is {options.chunk_tokens}, the engine's block has {block_tokens} tokens",
+            f"use a multiple of it, e.g. {up}",
+        )

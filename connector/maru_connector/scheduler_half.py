@@ -1,0 +1,445 @@
+"""The connector's half in vLLM's scheduler: who hits, what is loaded where, what is stored when.
+
+Nothing here waits for I/O. A lookup is posted when a request arrives and read when the scheduler asks; the answer is a
+lease, held by the LOOKUP's own record until the load is over, the hit turns out useless, or the request goes. Every path
+out of a request ends in :meth:`SchedulerHalf._drop_lookup`, which is how leases do not leak.
+
+Stores are written behind: nothing while a prompt is still being prefilled in chunks, the whole prefix once it is complete, each
+chunk of generated tokens as it fills up, and what is left when the request ends. Only confirmed tokens count: the tokens of the
+request's own list that a launched step has computed; drafts and placeholders of asynchronous scheduling are not in that list.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from maru_connector import namespace
+from maru_connector.link import SidecarLink
+from maru_connector.log import OnceLogger, get_logger
+from maru_connector.metadata import LoadJob, StepMetadata, StoreJob, WorkerReport
+from maru_connector.options import Options
+from maru_connector.pins import BlockPins
+from maru_connector.request_state import Lookup, Phase, RequestState
+from maru_connector.session import Session
+from maru_connector.stats import MaruStats
+from maru_shm import keys as K
+from maru_shm import layout as L
+from maru_shm.errors import RingFull
+
+logger = get_logger("maru_connector")
+
+MAX_UNANSWERED = 4  #: lookups without an answer; beyond, the sidecar is taken for stalled and everything misses at once
+EARLY_LOOKUPS = 64  #: lookups posted at arrival; a longer queue looks up when its turn comes, before its lease runs out
+LEASE_MARGIN_NS = 2_000_000_000  #: a lease about to end is not built upon
+STORE_JOB_CHUNKS = 64  #: a long prefix is stored in pieces, so that its pins are released as it goes
+_MISS = (0, False)
+
+
+class SchedulerHalf:
+    """``block_tokens``: tokens per scheduler block; ``num_blocks``: of the GPU cache; ``ranks``: workers that report."""
+
+    def __init__(
+        self, options: Options, link: SidecarLink, root: bytes, *, block_tokens: int, num_blocks: int, ranks: int,
+        deferred: bool, may_load: bool = True, may_store: bool = True,
+    ) -> None:  # fmt: skip
+        self.options = options
+        self.link = link
+        self._root = root
+        self._block_tokens = block_tokens
+        self._per_chunk = options.chunk_tokens // block_tokens
+        self._deferred = deferred
+        self._ranks = ranks
+        self._may_load = may_load
+        self._may_store = may_store
+        self._requests: dict[str, RequestState] = {}
+        self._pins = BlockPins(int(num_blocks * options.max_pinned_share), ranks)
+        self._max_parked = int(num_blocks * options.max_parked_share)
+        self._parked = 0
+        self._last_use = np.zeros(num_blocks, dtype=np.int64)
+        self._loads: list[LoadJob] = []
+        self._stores: list[StoreJob] = []
+        self._cancels: list[str] = []
+        self._next_job = 1
+        self._step = 0
+        self._spin_left = options.lookup_spin_us / 1e6
+        self._open_lookups = 0
+        self._loras = namespace.LoraIdentities()
+        self._stats = MaruStats()
+        self._once = OnceLogger(logger)
+
+    # --- requests come and ask ----------------------------------------------------------------------------------------------
+    def on_new_request(self, request: Any) -> None:
+        """Hash the prompt once and post its lookup."""
+        if not namespace.cacheable(request):
+            return
+        state = self._new_state(request)
+        self._requests[request.request_id] = state
+        self.link.nudge()
+        if state.may_look_up and self._open_lookups < EARLY_LOOKUPS:
+            session = self.link.poll()
+            if session is not None and self._post_lookup(session, state):
+                session.flush()
+
+    def _new_state(self, request: Any) -> RequestState:
+        root = namespace.request_root(self._root, request, self._loras)
+        size = self.options.chunk_tokens
+        extra = namespace.chunk_extra(request, size)
+        keys = K.ChunkKeys(root, size, extra) if extra is not None else K.ChunkKeys(root, size)
+        state = RequestState(request, root, keys, store_at=request.num_prompt_tokens)
+        state.may_look_up = self._may_load and not getattr(request, "skip_reading_prefix_cache", False)
+        return state
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+        """Tokens to load beyond ``num_computed`` local ones, a multiple of the block size; None: ask again next step."""
+        state = self._requests.get(request.request_id)
+        if state is None or not state.may_look_up or state.phase is not Phase.ACTIVE:
+            return _MISS
+        size = self.options.chunk_tokens
+        chunks = request.num_tokens // size
+        if num_computed % self._block_tokens or chunks * size - num_computed < max(1, self.options.min_hit_tokens):
+            self._drop_lookup(state)
+            return _MISS
+        if state.lookup is None:
+            if state.known_hits >= 0 and state.known_hits * size - num_computed < max(1, self.options.min_hit_tokens):
+                return _MISS  # asked before, and the local cache still covers it
+            session = self.link.poll()
+            if session is None or not self._post_lookup(session, state):
+                return _MISS
+            session.flush()
+        lookup = state.lookup
+        assert lookup is not None
+        if lookup.hits is None and not self._answered(state, lookup):
+            return self._not_answered(state, lookup)
+        if lookup.hits and lookup.deadline - time.monotonic_ns() < LEASE_MARGIN_NS:
+            self._drop_lookup(state)  # it waited in the queue for longer than the lease lives: ask anew
+            state.known_hits = -1
+            return None, False
+        return self._claim(request, state, lookup, num_computed)
+
+    def _claim(self, request: Any, state: RequestState, lookup: Lookup, num_computed: int) -> tuple[int | None, bool]:
+        end = (lookup.hits or 0) * self.options.chunk_tokens
+        if not self._deferred:
+            # A synchronous full hit trips an assertion in the scheduler: it must compute one token at least.
+            end = min(end, (request.num_tokens - 1) // self._block_tokens * self._block_tokens)
+        n = end - num_computed
+        if n < max(1, self.options.min_hit_tokens):
+            self._drop_lookup(state)
+            return _MISS
+        if self._deferred and self._parked and self._parked + n // self._block_tokens > self._max_parked:
+            return None, False  # bounded: the loads in flight end, each within its timeout
+        state.claimed_from = num_computed
+        return n, self._deferred
+
+    # --- lookups ------------------------------------------------------------------------------------------------------------
+    def _post_lookup(self, session: Session, state: RequestState) -> bool:
+        request = state.request
+        if session.abandoned >= MAX_UNANSWERED:
+            self._stats.add(lookups_skipped=1)
+            return False
+        chunks = state.keys.extend(request.all_token_ids)
+        if not chunks:
+            return False
+        try:
+            ticket = session.post(L.Op.LOOKUP, bytes(state.keys.keys), label=request.request_id)
+        except RingFull:
+            self._stats.add(lookups_skipped=1)
+            return False
+        self._open_lookups += 1
+        self._stats.add(lookups=1)
+        state.lookup = Lookup(session, ticket, chunks, time.monotonic())
+        return True
+
+    def _answered(self, state: RequestState, lookup: Lookup) -> bool:
+        """Read the answer; look again for as long as this step's spin lasts."""
+        session, ticket = lookup.session, lookup.ticket
+        reply = session.peek(ticket)
+        if reply is None and session.connected and self._spin_left > 0:
+            start = now = time.perf_counter()
+            until = start + self._spin_left
+            while reply is None and now < until:
+                reply = session.peek(ticket)
+                now = time.perf_counter()
+            self._spin_left -= now - start
+        if reply is None:
+            return False
+        hits = min(reply.n_done, lookup.chunks) if reply.state is L.State.DONE else 0
+        state.known_hits = hits
+        state.stored = max(state.stored, hits)  # in the pool already, on every rank
+        lookup.hits, lookup.deadline = hits, reply.deadline
+        return True
+
+    def _not_answered(self, state: RequestState, lookup: Lookup) -> tuple[int | None, bool]:
+        lookup.asks += 1
+        late = (time.monotonic() - lookup.posted) * 1e3 > self.options.lookup_patience_ms
+        if lookup.session.connected and (lookup.asks < 2 or not late):
+            return None, False
+        state.may_look_up = False  # do not hold this request up again
+        self._drop_lookup(state)
+        self._stats.add(lookups_unanswered=1)
+        self._once.warning(
+            "unanswered",
+            "maru: a lookup was not answered within %.0f ms; it counts as a miss.",
+            self.options.lookup_patience_ms,
+        )
+        return _MISS
+
+    def _drop_lookup(self, state: RequestState) -> None:
+        """Forget the request's lookup and give its lease back."""
+        lookup, state.lookup = state.lookup, None
+        if lookup is not None:
+            self._release(lookup)
+
+    def _release(self, lookup: Lookup) -> None:
+        self._open_lookups -= 1
+        lookup.session.release(lookup.ticket)
+        lookup.session.flush()
+
+    def on_lost(self, session: Session) -> None:
+        """The sidecar is gone: no lookup of ``session`` is worth anything. Loads go on; their workers know."""
+        for state in self._requests.values():
+            if state.lookup is not None and state.lookup.session is session:
+                self._drop_lookup(state)
+                state.known_hits = -1
+
+    # --- blocks are allocated, steps are built ------------------------------------------------------------------------------
+    def update_state_after_alloc(self, request: Any, blocks: Any, n: int) -> None:
+        """``n`` external tokens have blocks now: make the load. ``n`` = 0: no hit is used."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.phase is not Phase.ACTIVE:
+            return
+        if n == 0:
+            self._drop_lookup(state)
+            return
+        lookup = state.lookup
+        assert lookup is not None, f"{n} external tokens for {request.request_id}, which has no lease"
+        size, per_chunk = self.options.chunk_tokens, self._per_chunk
+        begin, end = state.claimed_from, state.claimed_from + n
+        first, last = begin // size, -(-end // size)
+        ids = np.asarray(blocks.get_block_ids()[0][first * per_chunk : last * per_chunk], dtype=np.int32)
+        row = np.full((last - first) * per_chunk, L.SKIP_BLOCK, dtype="<i4")
+        take = slice(begin // self._block_tokens - first * per_chunk, end // self._block_tokens - first * per_chunk)
+        row[take] = ids[take]
+        state.job = LoadJob(
+            request_id=request.request_id,
+            keys=bytes(state.keys.keys[first * L.KEY_BYTES : last * L.KEY_BYTES]),
+            blocks=row.tobytes(),
+            depth=first,
+            fence=int(self._last_use[row[take]].max(initial=0)),
+            lease=lookup.ticket,
+            lease_session=lookup.session.id,
+            generation=lookup.session.generation,
+            synchronous=not self._deferred,
+        )
+        self._loads.append(state.job)
+        state.lookup, state.lease = None, lookup
+        state.ranks_left = self._ranks
+        state.parked_blocks = n // self._block_tokens
+        self._parked += state.parked_blocks
+        state.stored = max(state.stored, last)
+        self._stats.add(hits=1, hit_tokens=n)
+        if self._deferred:
+            state.phase = Phase.LOADING
+
+    def build_connector_meta(self, output: Any) -> StepMetadata:
+        """Everything this step's workers have to know. Cheap when idle: one poll, no loop."""
+        self._step += 1
+        self._spin_left = self.options.lookup_spin_us / 1e6
+        session = self.link.poll()
+        if session is not None:
+            session.sweep()
+            session.segment.words[L.WORD_CLIENT_STEP] = self._step
+        scheduled = output.num_scheduled_tokens
+        if scheduled or output.preempted_req_ids:
+            self._track(output, scheduled)
+        meta = StepMetadata(self._step, bool(scheduled))
+        if self._loads:
+            meta.loads, self._loads = self._loads, []
+        if self._stores:
+            meta.stores, self._stores = self._stores, []
+        if self._cancels:
+            meta.cancel_loads, self._cancels = self._cancels, []
+        if session is not None:
+            session.flush()
+        return meta
+
+    def _track(self, output: Any, scheduled: dict[str, int]) -> None:
+        requests = self._requests
+        for request_id in output.preempted_req_ids or ():
+            state = requests.get(request_id)
+            if state is not None:
+                self._blocks_freed(state, state.block_ids)
+                state.block_ids = []
+                state.known_hits = -1  # asked again, with what it generated, and part of that is stored by now
+        for new in output.scheduled_new_reqs:
+            state = requests.get(new.req_id)
+            if state is not None:
+                state.block_ids = list(new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if block_ids is None:
+                continue
+            state = requests.get(request_id)
+            if state is not None:
+                if request_id in cached.resumed_req_ids:
+                    state.block_ids = list(block_ids[0])
+                else:
+                    state.block_ids += block_ids[0]
+        step = self._step
+        for request_id, n_tokens in scheduled.items():
+            state = requests.get(request_id)
+            if state is None:
+                continue
+            state.last_step = step
+            computed = state.request.num_computed_tokens + n_tokens
+            if computed >= state.store_at and state.may_store:
+                self._store_due(state, min(computed, state.request.num_tokens))
+
+    def _blocks_freed(self, state: RequestState, block_ids: Iterable[int]) -> None:
+        """Remember when the request's blocks were last written: a load into them waits for that step and no other."""
+        ids = np.fromiter(block_ids, dtype=np.int64)
+        if len(ids):
+            self._last_use[ids] = np.maximum(self._last_use[ids], state.last_step)
+
+    # --- stores -------------------------------------------------------------------------------------------------------------
+    def _store_due(self, state: RequestState, tokens: int) -> None:
+        """Post what is complete of the first ``tokens`` tokens and not stored, as far as pins allow."""
+        size, per_chunk = self.options.chunk_tokens, self._per_chunk
+        n = tokens // size
+        if n > state.stored and self._can_store(state):
+            n = min(n, len(state.block_ids) // per_chunk)
+            state.keys.extend(state.request.all_token_ids, n * size)
+            while state.stored < n:
+                count = min(n - state.stored, STORE_JOB_CHUNKS)
+                if self._pins.pinned:
+                    count = min(count, self._pins.room() // per_chunk)
+                if count <= 0:
+                    return  # asked again next step; stores in flight will have given pins back
+                self._post_store(state, state.stored, count)
+        state.store_at = max(state.store_at, (max(n, state.stored) + 1) * size)
+
+    def _can_store(self, state: RequestState) -> bool:
+        return self._may_store and state.may_store and self.link.session is not None and self._pins.ready
+
+    def _post_store(self, state: RequestState, first: int, count: int) -> None:
+        per_chunk = self._per_chunk
+        ids = state.block_ids[first * per_chunk : (first + count) * per_chunk]
+        state.stored = first + count
+        if 0 in ids:  # vLLM's null block: part of the prefix is not in the cache any more
+            state.may_store = False
+            return
+        key_bytes = state.keys.keys
+        parent = bytes(key_bytes[(first - 1) * L.KEY_BYTES : first * L.KEY_BYTES]) if first else state.root
+        row = np.full((count + 1) * per_chunk, L.SKIP_BLOCK, dtype="<i4")
+        row[per_chunk:] = ids
+        job = self._next_job
+        self._next_job += 1
+        self._pins.pin(job, ids)
+        self._stores.append(
+            StoreJob(
+                job=job,
+                request_id=state.request.request_id,
+                keys=parent + bytes(key_bytes[first * L.KEY_BYTES : (first + count) * L.KEY_BYTES]),
+                blocks=row.tobytes(),
+                depth=first,
+                fence=state.last_step,
+            )
+        )
+
+    # --- outcomes -----------------------------------------------------------------------------------------------------------
+    def update_connector_output(self, output: Any) -> None:
+        """Take the workers' reports: unpin what is stored, settle loads."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            for job, ranks in report.stores_done.items():
+                self._pins.done(job, ranks)
+            for request_id in report.loads_failed:
+                state = self._requests.get(request_id)
+                if state is not None:
+                    state.may_look_up = False  # a hit claimed again after a failure would loop for ever
+                    state.stored = 0
+                    state.store_at = state.request.num_prompt_tokens
+                    self._stats.add(loads_failed=1)
+            for request_id, ranks in report.loads_done.items():
+                state = self._requests.get(request_id)
+                if state is not None and state.job is not None:
+                    state.ranks_left -= ranks
+                    if state.ranks_left <= 0:
+                        self._load_over(state)
+        for request_id in output.finished_recving or ():
+            state = self._requests.get(request_id)
+            if state is not None and state.job is not None:
+                self._load_over(state)
+
+    def _load_over(self, state: RequestState) -> None:
+        lease, state.lease, state.job = state.lease, None, None
+        self._parked -= state.parked_blocks
+        state.parked_blocks = 0
+        if lease is not None:
+            self._release(lease)
+        if state.phase is Phase.ABORTED:
+            del self._requests[state.request.request_id]
+        else:
+            state.phase = Phase.ACTIVE
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> None:
+        """Store what is left and let go. Pins keep the blocks; their free is never delayed."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return
+        self._drop_lookup(state)
+        if state.phase is Phase.LOADING:
+            state.phase = Phase.ABORTED
+            self._cancels.append(request.request_id)
+            return
+        state.block_ids = block_ids
+        self._blocks_freed(state, block_ids)
+        if block_ids:
+            # The last token sampled has no KV unless a further step was launched: never counted.
+            tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+            self._store_due(state, tokens)
+            if (left := tokens // self.options.chunk_tokens - state.stored) > 0:
+                self._stats.add(chunks_not_stored=left)
+        if state.job is not None:  # a synchronous load: the step it was for is over
+            self._load_over(state)
+        del self._requests[request.request_id]
+
+    def has_pending_work(self) -> bool:
+        """Whether an idle engine has to keep stepping: stores to post or to unpin."""
+        return bool(self._stores or self._cancels or len(self._pins))
+
+    def bind_block_pool(self, pool: Any) -> None:
+        self._pins.bind(pool)
+
+    def reset_cache(self) -> bool:
+        """Nothing stored before is served to this engine again: from here its keys start from a new, private root.
+
+        That holds at once, without asking the sidecar, and hurts no other engine of the namespace. The old chunks age out.
+        """
+        self._root = K.request_root(self._root, salt="reset " + os.urandom(16).hex())
+        for request_id, state in list(self._requests.items()):
+            self._drop_lookup(state)
+            if state.phase is not Phase.ACTIVE:
+                self._cancels.append(request_id)
+                state.may_store = False
+                continue
+            fresh = self._new_state(state.request)
+            fresh.block_ids, fresh.last_step, fresh.job, fresh.lease = state.block_ids, state.last_step, state.job, state.lease
+            fresh.parked_blocks, fresh.ranks_left = state.parked_blocks, state.ranks_left
+            # Blocks it still holds are of before the reset; preemption drops them.
+            fresh.may_store = not state.block_ids
+            self._requests[request_id] = fresh
+        return True
+
+    def take_stats(self) -> MaruStats | None:
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, MaruStats()
+        return stats
+
+    def shutdown(self) -> None:
+        self.link.close()

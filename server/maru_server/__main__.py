@@ -1,0 +1,5 @@
+"""``python -m maru_server``."""
+
+from maru_server.cli import main
+
+main(prog_name="maru-server")

@@ -1,0 +1,449 @@
+"""Who is a member, and which node may write which region: a state machine without clocks or I/O.
+
+Both backends run this code: the memory backend keeps one :class:`Cluster`, the Redis backend loads it, applies one change and
+stores it by compare-and-set. A region goes round like this::
+
+    free ──alloc──▶ GRANTED ──lease over + grace──▶ ORPHANED ──reap time──▶ DRAINING ──no reader left──▶ free
+                     │  ▲                              │                       ▲
+                     │  └──────claim by same node──────┘                       │
+                     └───────────────────────free──────────────────────────────┘
+
+Keys of a region can be found in GRANTED, PROVISIONAL and ORPHANED; they vanish the moment it is DRAINING. A grant id is never
+reused within an epoch, so ending a grant withdraws all its keys at once, and a sweep removes them later.
+
+*Time without a common clock.* Several servers may front one Redis, and wall clocks jump. So nothing here is "older than": a
+server acts when it has itself seen a fact unchanged for the whole time (:class:`Observer`). A member's fact is its heartbeat
+counter. A server that starts late only waits longer, which is safe.
+
+*After the state was lost* (memory server restarted), leases of the epoch before may still run and nobody knows them. For lease
++ grace (the *hold*) nothing is granted; nodes claim what they hold, and of two claims of one region the higher token wins. A
+claim stays PROVISIONAL until the hold ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from maru_server import protocol as P
+from maru_server.errors import ServerRefused
+from maru_server.protocol import ClaimResult, ClaimVerdict, ErrorCode, GrantInfo, GrantState, MemberState, Region
+
+OPS_REMEMBERED = 16  #: idempotency window of a member; a client has one allocation in flight
+READABLE = (GrantState.GRANTED, GrantState.PROVISIONAL, GrantState.ORPHANED)
+_TOKENS_PER_MS = 1 << 20  # epochs are ms since 1970, so tokens of a later epoch are larger
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """Times in ms. ``lease_ms`` + ``grace_ms`` is how long a silent node keeps its regions from others."""
+
+    lease_ms: int = 10_000
+    grace_ms: int = 2_000
+    heartbeat_ms: int = 2_000
+    reap_ms: int = 600_000  #: a dead node's chunks stay readable this long
+    max_pin_ms: int = 60_000
+    max_keys: int = 200_000_000
+    max_members: int = 10_000
+    max_devices: int = 1024
+    max_tables: int = 16_384
+
+    @property
+    def silence_ms(self) -> int:
+        return self.lease_ms + self.grace_ms
+
+
+class Member(msgspec.Struct):
+    node: str
+    incarnation: int
+    label: str
+    state: MemberState = MemberState.ALIVE
+    ops: dict[str, list[int]] = {}  #: op id → grant ids it got
+
+
+class Device(msgspec.Struct):
+    n_regions: int
+    region_bytes: int
+    first: int
+    label: str
+
+
+class Grant(msgspec.Struct):
+    id: int
+    device: bytes
+    region: int
+    node: str
+    incarnation: int
+    token: int
+    state: GrantState
+    slab_bytes: int
+
+    def info(self) -> GrantInfo:
+        return GrantInfo(self.id, self.device, self.region, self.node, self.token, self.state, self.slab_bytes)
+
+
+class ClusterState(msgspec.Struct):
+    """What is stored. ``unswept``: ended grants whose keys may still be in the directory's tables."""
+
+    epoch: int
+    hold: bool
+    next_token: int
+    next_grant: int = 1
+    members: dict[str, Member] = {}
+    devices: dict[bytes, Device] = {}
+    grants: dict[int, Grant] = {}
+    last_incarnation: dict[str, int] = {}
+    last_token: dict[str, int] = {}
+    unswept: list[int] = []
+
+    @staticmethod
+    def new(after_epoch: int = 0) -> ClusterState:
+        """The state of a new epoch, larger than ``after_epoch`` even if the wall clock went back."""
+        epoch = max(time.time_ns() // 1_000_000, after_epoch + 1)
+        return ClusterState(epoch=epoch, hold=True, next_token=epoch * _TOKENS_PER_MS)
+
+
+class Due(msgspec.Struct):
+    """What time has made due; applied by :meth:`Cluster.apply`."""
+
+    dead: dict[str, int] = {}  #: member → the heartbeat count it stopped at
+    reap: list[int] = []
+    drained: list[int] = []
+    hold_over: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.dead or self.reap or self.drained or self.hold_over)
+
+
+class Observer:
+    """How long this process has seen each fact unchanged."""
+
+    def __init__(self) -> None:
+        self._seen: dict[object, tuple[object, int]] = {}
+
+    def unchanged_ms(self, fact: object, value: object, now_ns: int) -> int:
+        seen = self._seen.get(fact)
+        if seen is None or seen[0] != value:
+            self._seen[fact] = (value, now_ns)
+            return 0
+        return (now_ns - seen[1]) // 1_000_000
+
+    def keep(self, facts: set[object]) -> None:
+        """Forget every other fact."""
+        for gone in self._seen.keys() - facts:
+            del self._seen[gone]
+
+
+def member_key(node: str, incarnation: int) -> str:
+    return f"{node}#{incarnation}"
+
+
+def _region_key(device: bytes, region: int) -> str:
+    return f"{device.hex()}/{region}"
+
+
+class Cluster:
+    """One :class:`ClusterState` with its indexes. Not thread-safe."""
+
+    def __init__(self, state: ClusterState, settings: Settings) -> None:
+        self.state = state
+        self.settings = settings
+        self._by_region = {(g.device, g.region): g.id for g in state.grants.values()}
+        self._free: dict[bytes, list[int]] = {}
+
+    # --- members ---------------------------------------------------------------------------------------------------------
+    def join(self, hello: P.Hello) -> str:
+        """Admit an incarnation; returns its member key. Raises ``ServerRefused`` (STALE_INCARNATION, LIMIT)."""
+        s, node, incarnation = self.state, hello.node, hello.incarnation
+        key = member_key(node, incarnation)
+        if key in s.members and s.members[key].state is MemberState.ALIVE:
+            return key
+        last = s.last_incarnation.get(node, -1)
+        if incarnation == last and key not in s.members:
+            raise ServerRefused(ErrorCode.NODE_DEAD, f"{key} was declared dead or has left", "join with a new incarnation")
+        if incarnation <= last:
+            raise ServerRefused(
+                ErrorCode.STALE_INCARNATION,
+                f"node {node} has joined as incarnation {last}, {incarnation} is not newer",
+                "another process runs under this node name: stop one of them, or name them apart",
+            )
+        if len(s.members) >= self.settings.max_members or (
+            last < 0 and len(s.last_incarnation) >= 10 * self.settings.max_members
+        ):
+            raise ServerRefused(ErrorCode.LIMIT, f"{len(s.members)} members already", "raise max_members")
+        for old_key, old in list(s.members.items()):
+            if old.node == node:
+                old.state = MemberState.SUPERSEDED
+                if hello.predecessor is P.Predecessor.ENDED:
+                    self.end_member(old_key)
+        s.members[key] = Member(node, incarnation, hello.label)
+        s.last_incarnation[node] = incarnation
+        return key
+
+    def member(self, key: str) -> Member:
+        """A member that may act. Raises ``ServerRefused`` (NODE_DEAD, STALE_INCARNATION)."""
+        member = self.state.members.get(key)
+        if member is None:
+            raise ServerRefused(ErrorCode.NODE_DEAD, f"{key} is no member (any more)", "join with a new incarnation")
+        if member.state is not MemberState.ALIVE:
+            raise ServerRefused(ErrorCode.STALE_INCARNATION, f"{key} was superseded", "one process per node name")
+        return member
+
+    def end_member(self, key: str) -> bool:
+        """Its lease is over (or it left): its regions are nobody's to write, but stay readable."""
+        member = self.state.members.pop(key, None)
+        if member is None:
+            return False
+        for grant in self.state.grants.values():
+            if self._holds(grant, member) and grant.state in (GrantState.GRANTED, GrantState.PROVISIONAL):
+                grant.state = GrantState.ORPHANED
+        return True
+
+    @staticmethod
+    def _holds(grant: Grant, member: Member) -> bool:
+        return grant.node == member.node and grant.incarnation == member.incarnation
+
+    # --- regions ---------------------------------------------------------------------------------------------------------
+    def add_device(self, m: P.AddDevice) -> None:
+        known = self.state.devices.get(m.device)
+        if known is None:
+            if len(self.state.devices) >= self.settings.max_devices:
+                raise ServerRefused(ErrorCode.LIMIT, f"{len(self.state.devices)} devices already", "raise max_devices")
+            self.state.devices[m.device] = Device(m.n_regions, m.region_bytes, m.first, m.label)
+        elif (known.n_regions, known.region_bytes, known.first) != (m.n_regions, m.region_bytes, m.first):
+            raise ServerRefused(
+                ErrorCode.DEVICE_MISMATCH,
+                f"device {m.device.hex()} has {known.n_regions} regions of {known.region_bytes} bytes from {known.first}, not "
+                f"{m.n_regions} of {m.region_bytes} from {m.first}",
+                "use the same region size on every node",
+            )
+
+    def _free_list(self, device: bytes) -> list[int]:
+        free = self._free.get(device)
+        if free is None:
+            d = self.state.devices[device]
+            free = [i for i in range(d.first, d.n_regions) if (device, i) not in self._by_region]  # sorted is a heap
+            self._free[device] = free
+        return free
+
+    def alloc(self, key: str, m: P.AllocRegions) -> list[GrantInfo]:
+        """Grant free regions, all or none, lowest index first on the first device that has one."""
+        member, s = self.member(key), self.state
+        if m.op in member.ops:
+            return [s.grants[i].info() for i in member.ops[m.op] if i in s.grants]
+        if s.hold:
+            raise ServerRefused(
+                ErrorCode.HOLDING,
+                "the directory is new and leases given before may still run",
+                "ask again when the hold is over",
+                self.settings.silence_ms // 4,
+            )
+        if m.device and m.device not in s.devices:
+            raise ServerRefused(ErrorCode.UNKNOWN_DEVICE, f"device {m.device.hex()} is not known", "add it first")
+        devices = [m.device] if m.device else list(s.devices)
+        if sum(len(self._free_list(d)) for d in devices) < m.count:
+            raise ServerRefused(
+                ErrorCode.NO_SPACE,
+                f"{m.count} regions asked, {sum(len(self._free_list(d)) for d in devices)} free of "
+                f"{sum(s.devices[d].n_regions - s.devices[d].first for d in devices)}",
+                "free regions, wait for a dead node's to be reaped, or add a device",
+                self.settings.heartbeat_ms,
+            )
+        granted: list[Grant] = []
+        for device in devices:
+            free = self._free_list(device)
+            while free and len(granted) < m.count:
+                granted.append(self._grant(member, device, heapq.heappop(free), m.slab_bytes))
+        member.ops[m.op] = [g.id for g in granted]
+        while len(member.ops) > OPS_REMEMBERED:
+            del member.ops[next(iter(member.ops))]
+        return [g.info() for g in granted]
+
+    def _token(self) -> int:
+        self.state.next_token += 1
+        return self.state.next_token
+
+    def _grant(
+        self,
+        member: Member,
+        device: bytes,
+        region: int,
+        slab_bytes: int,
+        *,
+        token: int = 0,
+        state: GrantState = GrantState.GRANTED,
+    ) -> Grant:
+        s = self.state
+        grant = Grant(
+            s.next_grant, device, region, member.node, member.incarnation, token or self._token(), state, slab_bytes
+        )  # fmt: skip
+        s.next_grant += 1
+        s.grants[grant.id] = grant
+        self._by_region[device, region] = grant.id
+        s.last_token[_region_key(device, region)] = grant.token
+        return grant
+
+    def free(self, key: str, regions: list[Region]) -> int:
+        """Start draining regions of this node; returns how many. A token that is not current is an old message: no effect."""
+        member, n = self.member(key), 0
+        for r in regions:
+            grant = self.state.grants.get(self._by_region.get((r.device, r.index), 0))
+            if grant is not None and grant.node == member.node and grant.token == r.token and grant.state in READABLE:
+                self._drain(grant)
+                n += 1
+        return n
+
+    def _drain(self, grant: Grant) -> None:
+        grant.state = GrantState.DRAINING
+        self.state.unswept.append(grant.id)
+
+    def _end_grant(self, grant: Grant) -> None:
+        s = self.state
+        del s.grants[grant.id]
+        if grant.state is not GrantState.DRAINING:
+            s.unswept.append(grant.id)
+        del self._by_region[grant.device, grant.region]
+        if grant.device in self._free:
+            heapq.heappush(self._free[grant.device], grant.region)
+
+    def claim(self, key: str, m: P.ClaimRegions) -> list[ClaimResult]:
+        member = self.member(key)
+        return [self._claim(member, r, m.slab_bytes) for r in m.regions]
+
+    def _claim(self, member: Member, r: Region, slab_bytes: int) -> ClaimResult:
+        s = self.state
+        device = s.devices.get(r.device)
+        if device is None or not device.first <= r.index < device.n_regions:
+            return ClaimResult(ClaimVerdict.LOST)
+        grant = s.grants.get(self._by_region.get((r.device, r.index), 0))
+        if grant is None:
+            return self._claim_free(member, r, slab_bytes)
+        if grant.state is GrantState.PROVISIONAL and not self._holds(grant, member) and r.token > grant.token:
+            self._end_grant(grant)  # two nodes held it one after the other: the later grant counts
+            return self._claim_free(member, r, slab_bytes)
+        if grant.node != member.node or grant.token != r.token or grant.state is GrantState.DRAINING:
+            return ClaimResult(ClaimVerdict.LOST)
+        if grant.state is GrantState.ORPHANED:  # same grant id, so its keys stay where they are
+            grant.incarnation, grant.token, grant.state = member.incarnation, self._token(), GrantState.GRANTED
+            s.last_token[_region_key(r.device, r.index)] = grant.token
+        elif not self._holds(grant, member):
+            return ClaimResult(ClaimVerdict.WAIT)
+        verdict = ClaimVerdict.PROVISIONAL if grant.state is GrantState.PROVISIONAL else ClaimVerdict.GRANTED
+        return ClaimResult(verdict, grant.info())
+
+    def _claim_free(self, member: Member, r: Region, slab_bytes: int) -> ClaimResult:
+        s = self.state
+        if s.last_token.get(_region_key(r.device, r.index), 0) > r.token:
+            return ClaimResult(ClaimVerdict.LOST)  # granted to someone else since, even if free again
+        free = self._free_list(r.device)
+        if r.index in free:
+            free.remove(r.index)
+            heapq.heapify(free)
+        if s.hold:
+            s.next_token = max(s.next_token, r.token)
+            grant = self._grant(member, r.device, r.index, slab_bytes, token=r.token, state=GrantState.PROVISIONAL)
+            return ClaimResult(ClaimVerdict.PROVISIONAL, grant.info())
+        return ClaimResult(ClaimVerdict.GRANTED, self._grant(member, r.device, r.index, slab_bytes).info())
+
+    # --- time ------------------------------------------------------------------------------------------------------------
+    def due(self, observer: Observer, beats: Mapping[str, int], now_ns: int, readers: Callable[[int], bool] | None) -> Due:
+        """What this process has seen unchanged for long enough.
+
+        ``beats``: member → heartbeat count. ``readers(grant)``: whether a pin holds the grant; None where only time can tell.
+        """
+        s, t, due, facts = self.state, self.settings, Due(), set[object]()
+
+        def age(fact: object, value: object = None) -> int:
+            facts.add(fact)
+            return observer.unchanged_ms(fact, value, now_ns)
+
+        due.hold_over = s.hold and age(("hold", s.epoch)) >= t.silence_ms
+        for key in s.members:
+            count = beats.get(key, 0)
+            if age(("member", s.epoch, key), count) >= t.silence_ms:
+                due.dead[key] = count
+        for grant in s.grants.values():
+            if grant.state is GrantState.ORPHANED and age(("orphan", s.epoch, grant.id), grant.token) >= t.reap_ms:
+                due.reap.append(grant.id)
+            elif grant.state is GrantState.DRAINING:
+                waited = age(("drain", s.epoch, grant.id))
+                if waited > t.max_pin_ms + t.grace_ms or (readers is not None and not readers(grant.id)):
+                    due.drained.append(grant.id)
+        observer.keep(facts)
+        return due
+
+    def apply(self, due: Due) -> list[str]:
+        """Apply what is due; returns the members that ended."""
+        s = self.state
+        if due.hold_over:
+            s.hold = False
+            for grant in s.grants.values():
+                if grant.state is GrantState.PROVISIONAL:
+                    grant.state = GrantState.GRANTED
+        ended = [key for key in due.dead if self.end_member(key)]
+        for i in due.reap:
+            if (orphan := s.grants.get(i)) is not None and orphan.state is GrantState.ORPHANED:
+                self._drain(orphan)
+        for i in due.drained:
+            if (drained := s.grants.get(i)) is not None and drained.state is GrantState.DRAINING:
+                self._end_grant(drained)
+        return ended
+
+    # --- views -----------------------------------------------------------------------------------------------------------
+    def readable_ids(self) -> list[int]:
+        return [g.id for g in self.state.grants.values() if g.state in READABLE]
+
+    def writable_ids(self, key: str) -> set[int]:
+        """Grants whose places this member may register."""
+        member = self.member(key)
+        return {
+            g.id
+            for g in self.state.grants.values()
+            if self._holds(g, member) and g.state in (GrantState.GRANTED, GrantState.PROVISIONAL)
+        }
+
+    def infos(self, ids: set[int]) -> list[GrantInfo]:
+        grants = self.state.grants
+        return [grants[i].info() for i in sorted(ids) if i in grants]
+
+    def nodes(self, keys_of: Callable[[int], int], silent_ms: Callable[[str], int]) -> list[P.NodeInfo]:
+        out = []
+        for key, m in self.state.members.items():
+            mine = [g for g in self.state.grants.values() if self._holds(g, m)]
+            keys = sum(keys_of(g.id) for g in mine)
+            out.append(P.NodeInfo(m.node, m.incarnation, m.state, m.label, len(mine), keys, silent_ms(key)))
+        return out
+
+    def regions(self, keys_of: Callable[[int], int]) -> list[P.RegionInfo]:
+        return [
+            P.RegionInfo(
+                g.device.hex(),
+                g.region,
+                g.state.value,
+                g.node,
+                g.incarnation,
+                g.token,
+                keys_of(g.id),
+                keys_of(g.id) * g.slab_bytes,
+            )
+            for g in sorted(self.state.grants.values(), key=lambda g: (g.device, g.region))
+        ]
+
+    def usage(self, keys_of: Callable[[int], int]) -> list[P.UsageRow]:
+        rows = []
+        for device, d in self.state.devices.items():
+            mine = [g for g in self.state.grants.values() if g.device == device]
+            rows.append(self._usage_row("device", device.hex(), mine, keys_of, (d.n_regions - d.first) * d.region_bytes))
+        for node in sorted({g.node for g in self.state.grants.values()} | {m.node for m in self.state.members.values()}):
+            mine = [g for g in self.state.grants.values() if g.node == node]
+            capacity = sum(self.state.devices[g.device].region_bytes for g in mine)
+            rows.append(self._usage_row("node", node, mine, keys_of, capacity))
+        return rows
+
+    @staticmethod
+    def _usage_row(kind: str, name: str, grants: list[Grant], keys_of: Callable[[int], int], capacity: int) -> P.UsageRow:
+        keys = {g.id: keys_of(g.id) for g in grants if g.state in READABLE}
+        used = sum(keys.get(g.id, 0) * g.slab_bytes for g in grants)
+        return P.UsageRow(kind, name, len(grants), sum(keys.values()), used, capacity)

@@ -1,0 +1,152 @@
+"""A client's connection: one DEALER socket, requests pipelined by id, every wait bounded.
+
+libzmq would queue messages for an absent server and deliver them minutes later; here a request that got no answer in time
+makes the socket be thrown away with everything in it, so what a server receives was meant for now.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from maru_server import __version__
+from maru_server import protocol as P
+from maru_server.auth import guard_client, require_token
+from maru_server.errors import ServerRefused, ServerUnavailable
+from maru_shm.errors import ProtocolViolation
+
+T = TypeVar("T")
+
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:7420"
+
+
+def default_endpoint() -> str:
+    return os.environ.get("MARU_SERVER", DEFAULT_ENDPOINT)
+
+
+class Connection:
+    """One thread uses it. ``epoch`` is the directory epoch that :meth:`hello` found."""
+
+    def __init__(
+        self, endpoint: str, token: str | None = None, *, context: zmq.Context[zmq.Socket[bytes]] | None = None
+    ) -> None:
+        require_token(endpoint, token)
+        self.endpoint = endpoint
+        self._token = token
+        self._context = context or zmq.Context.instance()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._next_id = int.from_bytes(
+            os.urandom(6), "little"
+        )  # so that a late reply to an earlier socket's request never fits
+        self.epoch = 0
+        self.welcome: P.Welcome | None = None
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """The socket, made when first needed."""
+        if self._socket is None:
+            s = self._context.socket(zmq.DEALER)
+            s.setsockopt(zmq.LINGER, 0)
+            s.setsockopt(zmq.MAXMSGSIZE, P.MAX_FRAME)
+            s.setsockopt(zmq.IPV6, "[" in self.endpoint)
+            s.setsockopt(zmq.RECONNECT_IVL, 50)
+            s.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            s.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
+            if self._token is not None:
+                guard_client(s, self._token)
+            s.connect(self.endpoint)
+            self._socket = s
+        return self._socket
+
+    def close(self) -> None:
+        """Drop the socket and what is queued in it. The next use opens a new one (and needs a new :meth:`hello`)."""
+        if self._socket is not None:
+            self._socket.close(0)
+            self._socket = None
+        self.welcome = None
+
+    def send(self, message: P.Request, *, epoch: int | None = None) -> int:
+        """Queue a request; returns its id. Raises :class:`ServerUnavailable` if libzmq's queue is full."""
+        self._next_id += 1
+        header = P.HEADER.pack(P.MAGIC, P.PROTOCOL, 0, self._next_id, self.epoch if epoch is None else epoch)
+        try:
+            self.socket.send_multipart([header, P.encoder.encode(message)], zmq.NOBLOCK)
+        except zmq.Again as e:
+            raise ServerUnavailable(f"metadata server {self.endpoint} takes no requests", "check that it runs") from e
+        return self._next_id
+
+    def receive(self, timeout_ms: int) -> tuple[int, int, P.Reply] | None:
+        """``(request id, epoch, reply)``, or None if nothing came in time. Raises :class:`ProtocolViolation` for garbage."""
+        if not self.socket.poll(timeout_ms, zmq.POLLIN):
+            return None
+        frames = self.socket.recv_multipart(zmq.NOBLOCK)
+        if len(frames) != 2 or len(frames[0]) != P.HEADER.size or frames[0][:4] != P.MAGIC:
+            raise ProtocolViolation(
+                f"metadata server {self.endpoint} sent {len(frames)} frames that are no reply", "check the address"
+            )
+        _, _, _, request_id, epoch = P.HEADER.unpack(frames[0])
+        try:
+            return request_id, epoch, P.to_client.decode(frames[1])
+        except msgspec.MsgspecError as e:
+            raise ProtocolViolation(f"metadata server's reply not understood: {e}", "run the same release on both sides") from e
+
+    def call(self, message: P.Request, timeout_ms: int, *, epoch: int | None = None) -> P.Reply:
+        """Send and wait for this request's reply. Raises :class:`ServerUnavailable`, :class:`ServerRefused`."""
+        return self.wait(self.send(message, epoch=epoch), timeout_ms)
+
+    def wait(self, request_id: int, timeout_ms: int) -> P.Reply:
+        """The reply to a request of ours; replies to others are dropped."""
+        end = time.monotonic() + timeout_ms / 1000
+        while (left := end - time.monotonic()) > 0:
+            got = self.receive(max(1, int(left * 1000)))
+            if got is not None and got[0] == request_id:
+                return checked(got[2])
+        self.close()
+        raise ServerUnavailable(
+            f"metadata server {self.endpoint} did not answer within {timeout_ms} ms", "check that it runs and that tokens agree"
+        )
+
+    def hello(
+        self,
+        timeout_ms: int,
+        *,
+        client: str = f"maru/{__version__}",
+        node: str = "",
+        incarnation: int = 0,
+        predecessor: P.Predecessor = P.Predecessor.UNKNOWN,
+        label: str = "",
+    ) -> P.Welcome:
+        """Open the session (again). Raises as :meth:`call`."""
+        message = P.Hello(P.PROTOCOL_MIN, P.PROTOCOL, client, node, incarnation, predecessor, label)
+        request_id = self.send(message, epoch=0)
+        end = time.monotonic() + timeout_ms / 1000
+        while (left := end - time.monotonic()) > 0:
+            got = self.receive(max(1, int(left * 1000)))
+            if got is not None and got[0] == request_id:
+                welcome = expect(checked(got[2]), P.Welcome)
+                self.epoch, self.welcome = got[1], welcome
+                return welcome
+        self.close()
+        raise ServerUnavailable(
+            f"no metadata server at {self.endpoint} within {timeout_ms} ms", "check that it runs and that tokens agree"
+        )
+
+
+def checked(reply: P.Reply) -> P.Reply:
+    """The reply, unless it is an Error: that is raised as :class:`ServerRefused`."""
+    if isinstance(reply, P.Error):
+        raise ServerRefused(reply.code, reply.what, reply.remedy, reply.retry_ms)
+    return reply
+
+
+def expect(reply: P.Reply, kind: type[T]) -> T:
+    """The reply as the type its request asks for. Raises :class:`ProtocolViolation` for another."""
+    if not isinstance(reply, kind):
+        raise ProtocolViolation(
+            f"metadata server answered {type(reply).__name__}, not {kind.__name__}", "same release on both sides"
+        )
+    return reply

@@ -1,0 +1,133 @@
+"""The server's socket and loop: one thread, one ROUTER, a tick every 100 ms."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+from collections.abc import Sequence
+from types import FrameType
+
+import zmq
+
+from maru_server import protocol as P
+from maru_server.auth import guard_server, require_token
+from maru_server.backend import Backend
+from maru_server.cluster import Settings
+from maru_server.lease import boottime_ns
+from maru_server.notify import notify, watchdog_ms
+from maru_server.service import Service
+from maru_shm.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+TICK_MS = 100
+_BURST = 64  # messages between two looks at the clock
+_PENDING = 4096  # messages per peer that libzmq queues
+
+
+class Server:
+    """Binds at construction (raises :class:`ConfigError` for an address that cannot be bound), serves in :meth:`run`."""
+
+    def __init__(self, backend: Backend, settings: Settings, endpoints: Sequence[str], token: str | None = None) -> None:
+        for endpoint in endpoints:
+            require_token(endpoint, token)
+        self._backend = backend
+        self._service = Service(backend, settings)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, P.MAX_FRAME)
+        self._socket.setsockopt(zmq.RCVHWM, _PENDING)
+        self._socket.setsockopt(zmq.SNDHWM, _PENDING)
+        self._socket.setsockopt(zmq.IPV6, any("[" in e for e in endpoints))
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)  # finds connections that a cut link left half open
+        self._authenticator = guard_server(self._context, self._socket, token) if token is not None else None
+        self.endpoints = []
+        try:
+            for endpoint in endpoints:
+                self._socket.bind(endpoint)
+                self.endpoints.append(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        except zmq.ZMQError as e:
+            self.close()
+            raise ConfigError(
+                f"cannot bind {endpoint}: {e.strerror}", "choose another address, or stop what listens there"
+            ) from e
+        self._wake_r, self._wake_w = socket.socketpair()
+        self._wake_w.setblocking(False)
+        self._stop = False
+
+    def stop(self) -> None:
+        """Ask :meth:`run` to return. Safe from signal handlers and other threads."""
+        self._stop = True
+        try:
+            self._wake_w.send(b"x")
+        except OSError:
+            return  # full or closed: it is awake or gone already
+
+    def run(self) -> None:
+        """Serve until :meth:`stop`; then close."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_r.fileno(), zmq.POLLIN)
+        notify("READY=1\nSTATUS=serving on " + " ".join(self.endpoints))
+        watchdog = watchdog_ms()
+        next_tick = next_idle = next_watchdog = boottime_ns()
+        try:
+            while not self._stop:
+                now = boottime_ns()
+                if now >= next_tick:
+                    self._tick()
+                    next_tick = boottime_ns() + TICK_MS * 1_000_000
+                if now >= next_idle:
+                    self._service.forget_idle()
+                    next_idle = now + 10_000_000_000
+                if watchdog and now >= next_watchdog:
+                    notify("WATCHDOG=1")
+                    next_watchdog = now + watchdog * 1_000_000
+                if dict(poller.poll(max(0, (next_tick - boottime_ns()) // 1_000_000 + 1))).get(self._socket):
+                    self._serve_burst()
+        finally:
+            notify("STOPPING=1")
+            self.close()
+
+    def _tick(self) -> None:
+        try:
+            self._backend.tick()
+        except Exception:
+            log.exception("tick failed; it is tried again")
+
+    def _serve_burst(self) -> None:
+        for _ in range(_BURST):
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            reply = self._service.answer(identity, frames)
+            if reply is None:
+                continue
+            try:
+                self._socket.send_multipart([identity, *reply], zmq.NOBLOCK)
+            except zmq.ZMQError as e:
+                log.debug("reply dropped: %s", e)  # the peer has gone, or does not read
+
+    def close(self) -> None:
+        self._socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        self._context.term()
+        self._backend.close()
+
+
+def run_until_signalled(server: Server) -> None:
+    """Run in the foreground; SIGTERM and SIGINT end it in order."""
+
+    def on_signal(_signum: int, _frame: FrameType | None) -> None:
+        server.stop()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, on_signal)
+    server.run()

@@ -1,0 +1,305 @@
+"""``maru-sidecar``: run the daemon, ask it, drain it, look at its cache, examine the machine.
+
+Every module is imported by the command that needs it: ``--help`` costs click and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from maru_shm import __version__
+from maru_sidecar.output import (
+    EXIT_CODES_HELP,
+    ExitCode,
+    Format,
+    echo_json,
+    echo_rows,
+    echo_sections,
+    format_option,
+    run_command,
+)
+
+if TYPE_CHECKING:
+    from maru_sidecar.admin import AdminClient
+    from maru_sidecar.config import Config
+
+PROGRAM = "maru-sidecar"
+CHUNK_COLUMNS = ("namespace", "key", "ranks", "world", "bytes", "tokens", "leases", "pinned", "age_s")
+F = TypeVar("F", bound=Callable[..., Any])
+
+socket_option = click.option("--socket", metavar="PATH", help="Control socket (default: $MARU_SOCKET, /run/maru/control.sock).")
+timeout_option = click.option(
+    "--timeout", type=click.FloatRange(min=0.1), default=5.0, show_default=True, help="Seconds to wait for each answer."
+)
+config_option = click.option("--config", metavar="FILE", help="TOML configuration file (default: $MARU_CONFIG).")
+
+
+def admin_options(command: F) -> F:
+    """What every command that asks the sidecar takes: ``--socket``, ``--timeout``, ``--format``."""
+    return socket_option(timeout_option(format_option(command)))
+
+
+@contextmanager
+def connected(socket: str | None, timeout: float) -> Iterator[AdminClient]:
+    """An admin connection for one command."""
+    from maru_shm.control import default_socket_path
+    from maru_sidecar.admin import AdminClient
+
+    with AdminClient.connect(socket or default_socket_path(), timeout, f"{PROGRAM}-cli/{__version__}") as client:
+        yield client
+
+
+@click.group(epilog=EXIT_CODES_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name=PROGRAM)
+def cli() -> None:
+    """Keep the KV cache of this node's LLM engines in shared memory."""
+
+
+# --- the daemon -----------------------------------------------------------------------------------------------------------
+#: flag, dotted configuration key, help. Values are checked where the file's and the environment's are: in load_config.
+RUN_FLAGS = (
+    ("--pool-backend", "pool.backend", "Where the pool lies: shm or file."),
+    ("--pool-path", "pool.path", "Pool file or device."),
+    ("--pool-size", "pool.size", "Pool size, e.g. 64GiB."),
+    ("--numa-node", "pool.numa_node", "NUMA node the pool's memory comes from."),
+    ("--socket", "control.socket", "Control socket."),
+    ("--socket-mode", "control.mode", "Permission bits of the socket, octal."),
+    ("--socket-group", "control.group", "Group that owns the socket."),
+    ("--allow-uid", "control.allowed_uids", "Uids that may attach, comma-separated."),
+    ("--allow-gid", "control.allowed_gids", "Gids that may attach, comma-separated."),
+    ("--high-watermark", "cache.high_watermark", "Share of the pool above which eviction starts."),
+    ("--low-watermark", "cache.low_watermark", "Share of the pool at which eviction stops."),
+    ("--lease-ttl", "cache.lease_ttl_s", "Seconds a hit stays pinned unless it is given back."),
+    ("--checksum", "transfer.checksum", "auto, on or off."),
+    ("--cpu-threads", "transfer.cpu_threads", "Copying threads for CPU engines; 0: by cores."),
+    ("--fence-timeout", "transfer.fence_timeout_s", "Seconds to wait for an engine's fence."),
+    ("--max-engines", "limits.max_engines", "Engines that may be attached at once."),
+    ("--spin-us", "daemon.spin_us", "Microseconds the poller spins before it sleeps."),
+    ("--drain-timeout", "daemon.drain_timeout_s", "Seconds given to work in flight at SIGTERM."),
+    ("--http", "http.address", "host:port for health and metrics (off unless given)."),
+    ("--log-level", "daemon.log_level", "debug, info, warning or error."),
+)
+
+
+def run_flags(command: F) -> F:
+    for flag, key, text in reversed(RUN_FLAGS):
+        command = click.option(flag, key.replace(".", "__"), metavar="VALUE", help=f"{text}  [{key}]")(command)
+    return command
+
+
+@cli.command("run", epilog=EXIT_CODES_HELP)
+@config_option
+@run_flags
+@click.option(
+    "--pool-recreate", "pool__recreate", is_flag=True, default=None, help="Drop an existing pool first  [pool.recreate]."
+)
+@click.option("--set", "assignments", metavar="KEY=VALUE", multiple=True, help="Any other setting, e.g. limits.max_keys=4096.")
+@click.option("--check", is_flag=True, help="Print the configuration in effect as JSON and exit.")
+def run(config: str | None, assignments: tuple[str, ...], *, check: bool, **flags: str | bool | None) -> None:
+    """Run the daemon in the foreground until SIGTERM or SIGINT.
+
+    A setting comes from its flag, else from MARU_<SECTION>_<KEY>, else from the file, else from the default. SIGTERM drains:
+    no new work is accepted, work in flight ends, the pool keeps its chunks.
+    """
+    loaded = _configuration(config, flags, assignments)
+    if check:
+        import msgspec
+
+        echo_json(msgspec.to_builtins(loaded))
+        return
+    from maru_sidecar.daemon import run_foreground
+
+    sys.exit(run_foreground(loaded))
+
+
+def _configuration(path: str | None, flags: Mapping[str, str | bool | None], assignments: tuple[str, ...] = ()) -> Config:
+    from maru_shm.errors import ConfigError
+    from maru_sidecar.config import load_config
+
+    given: dict[str, object] = {key.replace("__", "."): value for key, value in flags.items()}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {assignment}", "write KEY=VALUE, e.g. --set limits.max_keys=4096")
+        given[key.strip()] = value.strip()
+    return load_config(path, flags=given)
+
+
+# --- asking the daemon ------------------------------------------------------------------------------------------------------
+@cli.command("ping")
+@admin_options
+def ping(socket: str | None, timeout: float, fmt: Format) -> None:
+    """Is a sidecar there, and in which state? Exit 4 if none answers."""
+    with connected(socket, timeout) as client:
+        state = client.ping()
+        if fmt == "json":
+            echo_json({"state": state, "server": client.welcome.server, "pid": client.welcome.pid})
+        else:
+            click.echo(f"{client.welcome.server} (pid {client.welcome.pid}) is {state}")
+
+
+@cli.command("status")
+@admin_options
+@click.option("--section", "only", multiple=True, metavar="NAME", help="Only this section (repeatable).")
+def status(socket: str | None, timeout: float, fmt: Format, only: tuple[str, ...]) -> None:
+    """Pool, cache, engines, queues and counters."""
+    from maru_shm.errors import ConfigError
+
+    with connected(socket, timeout) as client:
+        sections = client.status()
+    if missing := [name for name in only if name not in sections]:
+        raise ConfigError(f"no section {missing[0]!r}", "there are: " + ", ".join(sections))
+    echo_sections({k: v for k, v in sections.items() if not only or k in only}, fmt)
+
+
+@cli.command("describe")
+@admin_options
+def describe(socket: str | None, timeout: float, fmt: Format) -> None:
+    """Who answers on the socket: version, process, generation, state, and its segments."""
+    from maru_shm.segment import list_names
+
+    with connected(socket, timeout) as client:
+        welcome, state = client.welcome, client.ping()
+    mine = [name for name, _, generation, _ in list_names(welcome.instance) if generation == welcome.generation]
+    sidecar = {
+        "server": welcome.server, "pid": welcome.pid, "state": state, "protocol": welcome.protocol,
+        "instance": welcome.instance, "generation": f"{welcome.generation:016x}",
+    }  # fmt: skip
+    echo_sections({"sidecar": sidecar, "segments": mine}, fmt)
+
+
+@cli.command("drain")
+@admin_options
+def drain(socket: str | None, timeout: float, fmt: Format) -> None:
+    """Refuse new work and finish what is in flight. The process stays until it is told to stop (SIGTERM)."""
+    with connected(socket, timeout) as client:
+        client.drain()
+        state = client.ping()
+    echo_json({"state": state}) if fmt == "json" else click.echo(state)
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------------
+@cli.group("cache")
+def cache() -> None:
+    """Look at cached chunks, drop them, keep them."""
+
+
+@cache.command("ls")
+@admin_options
+@click.option("--namespace", default="", metavar="HEX", help="Only this namespace.")
+@click.option("--after", default="", metavar="KEY", help="Start after this key: the last one of the page before.")
+@click.option("--limit", type=click.IntRange(min=1), default=500, show_default=True, help="At most this many chunks.")
+def cache_ls(socket: str | None, timeout: float, fmt: Format, *, namespace: str, after: str, limit: int) -> None:
+    """List chunks ordered by key."""
+    import msgspec
+
+    with connected(socket, timeout) as client:
+        rows = [msgspec.to_builtins(chunk) for chunk in client.cache_list(namespace, after, limit)]
+    echo_rows(rows, fmt, CHUNK_COLUMNS, empty="no chunks")
+    if fmt == "table" and len(rows) == limit:
+        click.echo(f"there may be more: --after {rows[-1]['key']}", err=True)
+
+
+@cache.command("clear")
+@admin_options
+@click.option("--namespace", metavar="HEX", help="Chunks of this namespace.")
+@click.option("--engine", "engine_id", metavar="ID", help="Chunks of the namespace this engine uses.")
+@click.option("--all", "everything", is_flag=True, help="Every chunk.")
+def cache_clear(
+    socket: str | None, timeout: float, fmt: Format, namespace: str | None, engine_id: str | None, *, everything: bool
+) -> None:
+    """Drop chunks that are neither leased nor in flight."""
+    if sum((namespace is not None, engine_id is not None, everything)) != 1:
+        raise click.UsageError("say what to clear: exactly one of --namespace, --engine, --all")
+    if "" in (namespace, engine_id):  # on the wire an empty name means all
+        raise click.UsageError("a namespace or engine id is not empty; to clear everything say --all")
+    with connected(socket, timeout) as client:
+        n = client.cache_clear(namespace or "", engine_id or "")
+    echo_json({"dropped": n}) if fmt == "json" else click.echo(f"{n} chunks dropped")
+
+
+@cache.command("pin")
+@admin_options
+@click.argument("namespace")
+@click.argument("keys", nargs=-1, required=True)
+def cache_pin(socket: str | None, timeout: float, fmt: Format, namespace: str, keys: tuple[str, ...]) -> None:
+    """Exclude chunks from eviction; stops at the first KEY that is absent. `-` reads keys from standard input."""
+    wanted = _keys(keys)
+    with connected(socket, timeout) as client:
+        n = client.pin(namespace, wanted)
+    echo_json({"pinned": n, "asked": len(wanted)}) if fmt == "json" else click.echo(f"{n} of {len(wanted)} chunks pinned")
+
+
+@cache.command("unpin")
+@admin_options
+@click.argument("namespace")
+@click.argument("keys", nargs=-1, required=True)
+def cache_unpin(socket: str | None, timeout: float, fmt: Format, namespace: str, keys: tuple[str, ...]) -> None:
+    """Allow eviction again; stops at the first KEY that is absent. `-` reads keys from standard input."""
+    wanted = _keys(keys)
+    with connected(socket, timeout) as client:
+        n = client.unpin(namespace, wanted)
+    echo_json({"unpinned": n, "asked": len(wanted)}) if fmt == "json" else click.echo(f"{n} of {len(wanted)} chunks unpinned")
+
+
+def _keys(given: tuple[str, ...]) -> list[str]:
+    """Keys from the command line; ``-`` stands for those on standard input."""
+    return [key for word in given for key in (sys.stdin.read().split() if word == "-" else [word])]
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------------
+@cli.command("doctor", epilog=EXIT_CODES_HELP)
+@config_option
+@click.option("--pool-path", "pool__path", metavar="PATH", help="Pool to examine for  [pool.path].")
+@click.option("--pool-size", "pool__size", metavar="SIZE", help="Its size, e.g. 64GiB  [pool.size].")
+@click.option("--socket", "control__socket", metavar="PATH", help="Control socket  [control.socket].")
+@click.option("--fix", is_flag=True, help="Unlink segments whose sidecar and engine are dead, and only those.")
+@format_option
+def doctor(config: str | None, fmt: Format, *, fix: bool, **flags: str | None) -> None:
+    """Examine this machine for the configuration that `run` would use. Exit 1 if anything is bad."""
+    from maru_sidecar.doctor import Host, Verdict, examine
+    from maru_sidecar.stale import remove_stale
+
+    loaded = _configuration(config, flags)
+    if fix:
+        for name in remove_stale():
+            click.echo(f"unlinked {name}", err=True)
+    host = Host(loaded.pool.file_path, loaded.pool.size, loaded.control.socket, loaded.pool.backend)
+    findings = examine(host)
+    echo_rows([f.row() for f in findings], fmt, ("verdict", "check", "what", "remedy"))
+    if any(f.verdict is Verdict.BAD for f in findings):
+        sys.exit(ExitCode.PROBLEMS)
+
+
+@cli.command("version")
+@format_option
+def version(fmt: Format) -> None:
+    """Versions of the program and of everything it shares with others."""
+    import platform
+
+    from maru_shm import layout, messages, poolformat
+
+    values = {
+        "maru-sidecar": __version__, "protocol": f"{messages.PROTOCOL_MIN}-{messages.PROTOCOL}",
+        "segment_abi": f"{layout.ABI_MAJOR}.{layout.ABI_MINOR}", "pool_format": poolformat.FORMAT,
+        "python": platform.python_version(),
+    }  # fmt: skip
+    if fmt == "json":
+        echo_json(values)
+    else:
+        for name, value in values.items():
+            click.echo(f"{name} {value}")
+
+
+def main() -> None:
+    """Entry point of ``maru-sidecar``."""
+    run_command(cli, PROGRAM)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""The daemon: wiring, main loop, start and stop.
+
+*Threads.* The main thread runs one loop over the control socket, the clients, their rings and the clock. It answers lookups
+itself and never waits for anything but its epoll. Each device has a loader and a writer; importing and forgetting KV caches,
+cache administration, opening the pool and touching its pages run in threads of their own.
+
+*Sleeping.* After a request the loop spins for ``spin_us``, since the next step of an engine often follows at once; then it arms
+every ring, fences once, looks at every ring again, and sleeps in epoll. A ring armed when its client publishes gets a doorbell.
+Idle, it wakes four times a second, for the heartbeat.
+
+*Start.* The socket answers from the first moment. A pool is opened behind it; attaches wait for that, everything else is
+answered with the state STARTING.
+
+*Stop.* SIGTERM: DRAINING (new work is refused, what is in flight ends, bounded by ``drain_timeout_s``), then every session is
+ended as if it had detached, then the threads, then the pool is closed clean.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from maru_shm import __version__
+from maru_shm import layout as L
+from maru_shm import messages as M
+from maru_shm.atomics import full_fence, require_supported_platform
+from maru_shm.errors import ProtocolViolation
+from maru_shm.segment import process_start_time
+from maru_sidecar import harvest
+from maru_sidecar import status as reports
+from maru_sidecar.config import Config
+from maru_sidecar.control_server import ControlServer, instance_of
+from maru_sidecar.directory import Directory
+from maru_sidecar.dispatch import Dispatcher
+from maru_sidecar.eviction import Watermarks
+from maru_sidecar.lanes import Lanes
+from maru_sidecar.poller import Poller
+from maru_sidecar.pool import PoolFile
+from maru_sidecar.prefault import Prefault
+from maru_sidecar.service import ControlService
+from maru_sidecar.sessions import Identity, Session, Sessions
+from maru_sidecar.tickets import Counters
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 10.0  #: for ending sessions and threads, after the drain
+
+
+class _Stopped(Exception):
+    """Raised in the opening thread when the daemon stops before its pool is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether every thread the daemon needs is alive, and if not, which is missing."""
+
+    good: bool
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Opening:
+    """How far the pool is."""
+
+    done_bytes: int = 0
+    total_bytes: int = 0
+    began_s: float = 0.0
+    seconds: float = 0.0  #: once it is open
+
+
+class Sidecar:
+    """One daemon. :meth:`run` in one thread; :meth:`stop`, :meth:`health`, :meth:`status` and :meth:`metrics` from any.
+
+    ``on_ready`` is called once when lookups are answered from the pool, ``on_progress`` about four times a second while the loop
+    turns and :meth:`health` is good, ``on_stopping`` when the drain begins; all in the main thread, so they must not block.
+    """
+
+    def __init__(self, config: Config, activated_fd: int | None = None, pool_fd: int | None = None) -> None:
+        """``activated_fd``: a listening control socket, ``pool_fd``: the pool, both from a service manager and consumed here.
+
+        Take the instance's lock and listen. Raises :class:`~maru_shm.errors.SocketBusy`, ``ConfigError`` or ``PlatformUnsupported``."""
+        require_supported_platform()
+        self.config = config
+        self.state = L.SidecarState.STARTING
+        self.instance = instance_of(config.control.socket)
+        self.generation = time.time_ns()
+        self.started_s = time.monotonic()
+        self.counters = Counters()
+        self.opening = Opening()
+        self.harvested = harvest.Harvest()
+        self.violations = 0  #: sessions ended for what their client wrote into the segment
+        self.pool: PoolFile | None = None
+        self.directory: Directory | None = None
+        self.lanes: Lanes | None = None
+        self.sessions: Sessions | None = None
+        self.prefault: Prefault | None = None
+        self.on_ready: list[Callable[[], None]] = []
+        self.on_progress: list[Callable[[], None]] = []
+        self.on_stopping: list[Callable[[], None]] = []
+        self._pool_fd = pool_fd
+        self._dispatcher: Dispatcher | None = None
+        self._failure: BaseException | None = None
+        self._stop_asked = 0
+        self._stop_deadline = 0.0
+        self._next_tick = 0
+        self.poller = Poller()
+        self.service = ControlService(self, self.poller)
+        self.server = ControlServer(config.control, self.poller, self.service, activated_fd)
+        self.service.server = self.server
+        self._opener = threading.Thread(target=self._open_pool, name="maru-open", daemon=True)
+
+    # --- any thread -----------------------------------------------------------------------------------------------------------
+    def stop(self) -> None:
+        """Drain and end; a second call ends without waiting for work in flight."""
+        self._stop_asked += 1
+        self.poller.call_soon(lambda: None)
+
+    def health(self) -> Health:
+        """Dead threads by name. A thread that ends by itself leaves its queue answered, but the daemon should be restarted."""
+        lanes = self.lanes
+        dead = lanes.dead_threads() if lanes is not None and self.state is not L.SidecarState.STOPPED else []
+        return Health(not dead, f"not running: {', '.join(dead)}" if dead else "")
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether lookups are answered from the pool, else the state."""
+        return self.state is L.SidecarState.READY, self.state.name
+
+    def status(self) -> dict[str, object]:
+        """Sections of plain values."""
+        return reports.sections(self)
+
+    def metrics(self) -> list[reports.Metric]:
+        """A flat snapshot; every name is there from the first second."""
+        return reports.metrics(self)
+
+    # --- what the control messages need -------------------------------------------------------------------------------------------
+    def welcome(self) -> M.Welcome:
+        return M.Welcome(M.PROTOCOL, f"maru-sidecar/{__version__}", os.getpid(), self.generation, self.instance)
+
+    def drain(self) -> None:
+        """Refuse new work from now on (idempotent)."""
+        if self.state is L.SidecarState.READY:
+            log.info("draining: %d tickets in flight", self.sessions.in_flight() if self.sessions else 0)
+            self._set_state(L.SidecarState.DRAINING)
+
+    def _set_state(self, state: L.SidecarState) -> None:
+        self.state = state
+        if self._dispatcher is not None:
+            self._dispatcher.draining = state is not L.SidecarState.READY
+        if self.sessions is not None:
+            self.sessions.set_state(state)
+
+    # --- start ----------------------------------------------------------------------------------------------------------------
+    def _open_pool(self) -> None:
+        """In the opening thread: pool, directory, the leases of the generation before."""
+        self.opening.began_s = time.monotonic()
+        pool: PoolFile | None = None
+        try:
+            pool = self._open_pool_file()
+            for warning in pool.warnings:
+                log.warning("pool %s: %s", self.config.pool.file_path, warning)
+            cache = self.config.cache
+            directory = Directory(pool, watermarks=Watermarks(cache.high_watermark, cache.low_watermark))
+            report = directory.rebuild()
+            self.harvested = harvest.sweep(self.instance, directory)
+            log.info("pool %s: %s; %s", self.config.pool.file_path, report, self.harvested)
+        except BaseException as e:  # noqa: BLE001 - raised again in the main thread
+            if pool is not None:
+                pool.close(clean=False)
+            self._failure = e
+            self.poller.call_soon(lambda: None)
+            return
+        self.opening.seconds = time.monotonic() - self.opening.began_s
+        self.poller.call_soon(lambda: self._pool_opened(pool, directory))
+
+    def _open_pool_file(self) -> PoolFile:
+        if self._pool_fd is None:
+            return PoolFile.open(self.config.pool, self._opening_progress)
+        try:
+            return PoolFile.from_fd(self._pool_fd, self.config.pool, self._opening_progress)
+        finally:
+            os.close(self._pool_fd)
+
+    def _opening_progress(self, done: int, total: int) -> None:
+        self.opening.done_bytes, self.opening.total_bytes = done, total
+        if self._stop_asked:
+            raise _Stopped
+
+    def _pool_opened(self, pool: PoolFile, directory: Directory) -> None:
+        config = self.config
+        self.pool, self.directory = pool, directory
+        self.lanes = Lanes(pool, directory, config.transfer)
+        identity = Identity(self.instance, self.generation, os.getpid(), process_start_time(os.getpid()))
+        self.sessions = Sessions(
+            identity, pool, directory, self.lanes, self.poller, config.limits, self.counters,
+            self.server.reply, self.server.close_connection,
+        )  # fmt: skip
+        self._dispatcher = Dispatcher(directory, config.cache.lease_ttl_s)
+        self.prefault = Prefault(pool)
+        self.prefault.start()
+        if not self._stop_asked:
+            self._set_state(L.SidecarState.READY)
+            for hook in self.on_ready:
+                hook()
+        self.service.pool_ready()
+
+    # --- the loop -------------------------------------------------------------------------------------------------------------
+    def run(self) -> None:
+        """Serve until stopped. Raises what kept the pool from being opened."""
+        self._opener.start()
+        try:
+            self._loop()
+        finally:
+            self._shut_down()
+        if self._failure is not None and not isinstance(self._failure, _Stopped):
+            raise self._failure
+
+    def _loop(self) -> None:
+        spin_ns = int(self.config.daemon.spin_us * 1000)
+        tick_ns = int(self.config.daemon.heartbeat_s * 1e9)
+        spin_until = 0
+        while not self._finished():
+            served = self._serve_rings()
+            now = time.monotonic_ns()
+            if now >= self._next_tick:
+                self._next_tick = now + tick_ns
+                self._tick(now)
+            if served:
+                spin_until = now + spin_ns
+            if now < spin_until:
+                self.poller.poll(0)
+            else:
+                self._sleep(max(0.0, (self._next_tick - now) / 1e9))
+
+    def _serve_rings(self) -> int:
+        served = 0
+        if self.sessions is None or self._dispatcher is None:
+            return 0
+        for session in tuple(self.sessions.live.values()):
+            try:
+                served += self._dispatcher.serve(session)
+            except ProtocolViolation as e:
+                self._broken(session, e)
+            except Exception as e:  # whatever a client's bytes provoke ends that client's session, not the daemon
+                log.exception("%s", session.name)
+                self._broken(session, e)
+        return served
+
+    def _broken(self, session: Session, error: Exception) -> None:
+        assert self.sessions is not None
+        self.violations += 1
+        log.warning("%s broke the protocol: %s", session.name, error)
+        self.sessions.end(session, f"protocol violation: {error}")
+
+    def _sleep(self, timeout_s: float) -> None:
+        """Arm, fence once, look again, sleep."""
+        sessions = tuple(self.sessions.live.values()) if self.sessions is not None else ()
+        for session in sessions:
+            session.consumer.arm()
+        full_fence()  # SYNC POINT: a client that published before it could see "armed" is seen here
+        waiting = any(_has_work(session) for session in sessions)
+        self.poller.poll(0 if waiting else timeout_s)
+        for session in sessions:
+            if session.id in self.sessions.live:  # type: ignore[union-attr]
+                session.consumer.disarm()
+
+    def _tick(self, now: int) -> None:
+        if self.sessions is not None and self.directory is not None:
+            for session in self.sessions.live.values():
+                session.segment.words[L.WORD_SIDECAR_BEAT] = now
+            self.directory.expire(now)
+        self.server.tick()
+        health = self.health()
+        if health.good:
+            for hook in self.on_progress:
+                hook()
+        else:
+            log.error("unhealthy: %s", health.reason)
+
+    def _finished(self) -> bool:
+        """Whether the loop may end; begins the drain when a stop was asked for."""
+        if self._failure is not None:
+            return True
+        if not self._stop_asked:
+            return False
+        now = time.monotonic()
+        if not self._stop_deadline:
+            self._stop_deadline = now + self.config.daemon.drain_timeout_s
+            for hook in self.on_stopping:
+                hook()
+            self.drain()
+            self.server.stop_listening()
+        if self.sessions is None:
+            return not self._opener.is_alive()
+        return not self.sessions.in_flight() or now > self._stop_deadline or self._stop_asked > 1
+
+    # --- stop -----------------------------------------------------------------------------------------------------------------
+    def _shut_down(self) -> None:
+        settled = self._end_sessions()
+        self._set_state(L.SidecarState.STOPPED)
+        if self.prefault is not None:
+            self.prefault.stop()
+        if self.lanes is not None:
+            settled = self.lanes.close(STOP_TIMEOUT_S) and settled
+        if self.sessions is not None:
+            self.sessions.close()
+        self.service.close()
+        self.server.close()
+        if self.pool is not None:
+            if settled:
+                self.pool.close(clean=True)
+            else:  # a copy hangs: the mapping must outlive it, so the process's end unmaps
+                log.error("copies were still in flight at the end; the pool is not marked clean")
+        self.poller.close()
+
+    def _end_sessions(self) -> bool:
+        """End every session and wait, bounded, until their copies are fenced."""
+        if self.sessions is None:
+            return True
+        for session in tuple(self.sessions.live.values()):
+            self.sessions.end(session, "the sidecar stops")
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while not self.sessions.settled and time.monotonic() < deadline:
+            self.poller.poll(0.05)
+            for session in tuple(self.sessions.live.values()):  # attached meanwhile
+                self.sessions.end(session, "the sidecar stops")
+        return self.sessions.settled
+
+
+def _has_work(session: Session) -> bool:
+    try:
+        return session.consumer.ready() > 0
+    except ProtocolViolation:
+        return True  # serving it says what is wrong
+
+
+def run_foreground(config: Config) -> int:
+    """Run the daemon until SIGTERM or SIGINT; returns the process's exit code. For the main thread of a process.
+
+    Raises :class:`~maru_shm.errors.MaruError` if it cannot start.
+    """
+    from maru_sidecar.foreground import run
+
+    return run(config)

@@ -1,0 +1,147 @@
+"""What the sidecar does with each submission of a ring: answer it inline, or queue it.
+
+Inline work is linear in the request's keys and touches no file, no copy and no lock held longer than that (a lookup of 256 keys takes
+about 100 µs). Whatever no correct client sends raises :class:`~maru_shm.errors.ProtocolViolation`, which ends that session alone.
+"""
+
+from __future__ import annotations
+
+from maru_shm import layout as L
+from maru_shm.errors import ProtocolViolation
+from maru_shm.geometry import KvLayout
+from maru_shm.records import Request
+from maru_sidecar.copy_thread import WorkerPort
+from maru_sidecar.directory import Directory
+from maru_sidecar.loader import LoadJob
+from maru_sidecar.sessions import Session
+from maru_sidecar.store_queue import StoreJob
+from maru_sidecar.tickets import Ticket
+
+SLOTS_PER_TURN = 64  #: of one ring, before others get theirs
+
+
+class Dispatcher:
+    """Consumes rings; the main thread uses it alone."""
+
+    def __init__(self, directory: Directory, lease_ttl_s: float) -> None:
+        self._directory = directory
+        self._lease_ttl_s = lease_ttl_s
+        self.draining = False
+
+    def serve(self, session: Session) -> int:
+        """Handle what waits in a session's ring, at most a turn's worth; returns how many slots. Raises ``ProtocolViolation``."""
+        n = min(session.consumer.ready(), SLOTS_PER_TURN)
+        for _ in range(n):
+            ticket, verb = session.consumer.pop()
+            if verb is L.Verb.SUBMIT:
+                self._submit(session, ticket)
+            elif verb is L.Verb.RELEASE:
+                self._release(session, ticket)
+            else:
+                self._cancel(session, ticket)
+        if n:
+            session.consumer.release()
+        return n
+
+    def _submit(self, session: Session, number: int) -> None:
+        request = session.table.records.accept(number)
+        self._give_back(session, number & L.TICKET_INDEX_MASK)
+        ticket = session.table.open(request)
+        if request.op is L.Op.DRAIN:
+            session.table.drain(ticket)
+        elif self.draining:
+            ticket.finish(L.State.FAILED, L.Code.DRAINING)
+        elif request.op is L.Op.LOOKUP:
+            self._lookup(session, ticket)
+        elif session.port is None or session.lane is None:
+            ticket.finish(L.State.FAILED, L.Code.BAD_REQUEST)
+            raise ProtocolViolation(f"{session.name} posted {request.op.name}", "only workers transfer")
+        elif request.op is L.Op.LOCATE:
+            self._locate(session, session.port, ticket)
+        else:
+            self._transfer(session, session.port, ticket)
+
+    # --- leases ---------------------------------------------------------------------------------------------------------------
+    def _lookup(self, session: Session, ticket: Ticket) -> None:
+        engine, keys = session.engine, ticket.request.keys
+        if not engine.complete:
+            ticket.finish(L.State.DONE, L.Code.NOT_REGISTERED)
+            return
+        lease = self._directory.lease(
+            engine.namespace, keys, world=engine.world, ttl_s=self._lease_ttl_s, owner=session.id
+        ) if keys else None  # fmt: skip
+        if lease is None or not lease.n:
+            ticket.finish(L.State.DONE)
+            return
+        session.leases[ticket.request.ticket & L.TICKET_INDEX_MASK] = (ticket.request.ticket, lease.id)
+        ticket.finish(L.State.DONE, n_done=lease.n, deadline=lease.deadline_ns)
+
+    def _locate(self, session: Session, port: WorkerPort, ticket: Ticket) -> None:
+        """Lease the leading chunks and say where this rank's slabs are."""
+        request, engine = ticket.request, session.engine
+        if not engine.complete:
+            ticket.finish(L.State.DONE, L.Code.NOT_REGISTERED)
+            return
+        lease = self._directory.lease(
+            port.namespace, request.keys, world=port.world, ttl_s=self._lease_ttl_s, owner=session.id
+        ) if request.keys else None  # fmt: skip
+        if lease is None or not lease.n:
+            ticket.finish(L.State.DONE, L.Code.NOT_FOUND)
+            return
+        acquired = self._directory.acquire(port.namespace, request.keys[: lease.n * L.KEY_BYTES], rank=port.rank)
+        try:
+            session.table.records.set_slab_refs(request.ticket, [(r.offset, r.state_word) for r in acquired.refs])
+            n = acquired.n_found
+        finally:
+            acquired.release()
+        session.leases[request.ticket & L.TICKET_INDEX_MASK] = (request.ticket, lease.id)
+        ticket.finish(L.State.DONE, n_done=n, deadline=lease.deadline_ns)
+
+    def _release(self, session: Session, number: int) -> None:
+        held = session.leases.get(number & L.TICKET_INDEX_MASK)
+        if held is not None and held[0] == number:
+            self._give_back(session, number & L.TICKET_INDEX_MASK)
+
+    def _give_back(self, session: Session, index: int) -> None:
+        """End the lease that record ``index`` holds. A record that is used again has given its lease up."""
+        held = session.leases.pop(index, None)
+        if held is not None:
+            self._directory.release(held[1])
+
+    # --- transfers --------------------------------------------------------------------------------------------------------------
+    def _transfer(self, session: Session, port: WorkerPort, ticket: Ticket) -> None:
+        request = ticket.request
+        store = request.op is L.Op.STORE
+        n_chunks = request.n_keys - 1 if store else request.n_keys
+        if n_chunks < 1 or request.blocks.shape[1:] != (session.engine.blocks_per_chunk,):
+            ticket.finish(L.State.FAILED, L.Code.BAD_REQUEST)
+            return
+        try:
+            _check_blocks(request, port.target.layout)
+        except ProtocolViolation:
+            ticket.finish(L.State.FAILED, L.Code.BAD_REQUEST)
+            raise
+        lane = session.lane
+        assert lane is not None
+        if store:
+            lane.writer.put(StoreJob(ticket, port))
+        else:
+            lane.loader.put(LoadJob(ticket, port))
+
+    def _cancel(self, session: Session, number: int) -> None:
+        """The cancel word is set already: have whoever holds the ticket look at it."""
+        if number in session.table.outstanding and session.lane is not None:
+            session.lane.nudge()
+
+
+def _check_blocks(request: Request, layout: KvLayout) -> None:
+    """Raise unless every id is a block of the cache; a STORE may skip nothing but its parent's row, a slab has no holes."""
+    blocks = request.blocks
+    lowest = int(blocks.min())
+    if request.op is L.Op.STORE:
+        lowest = min(int(blocks[1:].min()), 0 if (blocks[0] == L.SKIP_BLOCK).all() else -1)
+        lowest = lowest if lowest >= 0 else L.SKIP_BLOCK - 1
+    if lowest < L.SKIP_BLOCK or int(blocks.max()) >= layout.num_blocks:
+        raise ProtocolViolation(
+            f"{request.op.name} names blocks {lowest} to {int(blocks.max())} of {layout.num_blocks}", "the client is broken"
+        )

@@ -1,0 +1,167 @@
+"""The load queue of one device: slabs → engines' KV blocks, fair between requests.
+
+*Order.* The next slice goes to the load with the least bytes left, less ``AGEING`` bytes for every second it has waited. Short
+hits pass long ones, which costs a long one little (its slices already fill the link) and saves the short one the whole wait:
+N equal loads arriving together finish one after the other, not all at the time of the last. Ageing bounds the wait: a load is
+passed only by those that are shorter by more than it could have copied, at 8 GiB/s, since it came.
+
+*Fence.* A load whose fence has not been reached is passed over, so it blocks no other; after ``fence_timeout_s`` it fails.
+
+*Checksums.* Where a slab has one and the engine is on the CPU, the bytes are hashed before they are copied (xxh3-64, 30 GB/s
+without the GIL). A mismatch drops the slab from the pool and fails the load there: a wrong byte is never served.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from maru_shm import failpoints
+from maru_shm import layout as L
+from maru_sidecar.checksum import SlabChecker
+from maru_sidecar.copy_thread import CopyThread, Flight, Job
+from maru_sidecar.directory import Acquired, Directory
+from maru_sidecar.transfer.base import Direction
+
+AGEING = 8 << 30  #: bytes per second of waiting
+
+
+@dataclass(slots=True, eq=False)
+class LoadJob(Job):
+    """``next``: first chunk not submitted. ``found``: leading chunks present, once acquired."""
+
+    next: int = 0
+    found: int = 0
+    acquired: Acquired | None = None
+    offsets: npt.NDArray[np.uint64] | None = None
+
+    @property
+    def n_chunks(self) -> int:
+        return self.ticket.request.n_keys
+
+    @property
+    def submitted(self) -> bool:
+        return self.over or (self.acquired is not None and self.next >= self.found)
+
+    @property
+    def bytes_left(self) -> int:
+        return (self.n_chunks - self.next) * self.port.slab_bytes
+
+
+@dataclass(slots=True)
+class LoadFlight(Flight[LoadJob]):
+    stop: int  #: first chunk after this slice
+
+
+class Loader(CopyThread[LoadJob, LoadFlight]):
+    """See the module. ``quiet`` is set while no load could make progress: the writer waits for it."""
+
+    def __init__(
+        self,
+        name: str,
+        directory: Directory,
+        checker: SlabChecker | None,
+        *,
+        slice_bytes: int,
+        bytes_in_flight: int,
+        fence_timeout_s: float,
+    ) -> None:
+        super().__init__(name, bytes_in_flight, fence_timeout_s)
+        self._directory = directory
+        self._checker = checker
+        self._slice_bytes = slice_bytes
+        self.quiet = threading.Event()
+        self.quiet.set()
+
+    def put(self, job: LoadJob) -> None:
+        self.quiet.clear()
+        super().put(job)
+
+    def _advance(self) -> bool:
+        while self.flying_bytes < self._limit:
+            job = self._pick()
+            if job is None:
+                break
+            try:
+                self._step(job)
+            except Exception as e:  # noqa: BLE001 - logged, and this job's answer
+                self._fail(job, e)
+                self._settle_if_over(job)
+        if not self._flying and not self._arrived:
+            self.quiet.set()
+        return bool(self._jobs)
+
+    def _pick(self) -> LoadJob | None:
+        """The job whose slice goes next; on the way, those that are over or overdue are settled."""
+        now = time.monotonic_ns()
+        best: LoadJob | None = None
+        best_score = 0.0
+        for job in list(self._jobs):
+            if not job.over and job.ticket.withdrawn:
+                job.withdrawn = True
+            if not job.submitted and self._fence_open(job, now):
+                score = job.bytes_left - AGEING * (now - job.queued_ns) / 1e9
+                if best is None or score < best_score:
+                    best, best_score = job, score
+            self._settle_if_over(job)
+        return best
+
+    def _settle_if_over(self, job: LoadJob) -> None:
+        if job.submitted and not job.in_flight and job in self._jobs:
+            self._settle(job)
+
+    def _step(self, job: LoadJob) -> None:
+        """Submit one slice of ``job``."""
+        request, port = job.ticket.request, job.port
+        if job.acquired is None:
+            job.acquired = self._directory.acquire(port.namespace, request.keys, rank=port.rank)
+            job.found = min(job.acquired.n_found, job.n_chunks)
+            job.offsets = np.array([ref.offset for ref in job.acquired.refs[: job.found]], np.uint64)
+            if job.found < job.n_chunks and not job.found:
+                job.error = L.Code.NOT_FOUND
+        start = job.next
+        stop = min(job.found, start + max(1, self._slice_bytes // port.slab_bytes))
+        if self._checker is not None and job.acquired is not None:
+            good = self._checker.leading_good(job.acquired.refs[start:stop], port.slab_bytes)
+            if start + good < stop:
+                self._directory.drop(port.namespace, request.key(start + good), port.rank)
+                job.error, stop = L.Code.CHECKSUM, start + good
+        if stop <= start or job.offsets is None:
+            self._settle_if_over(job)
+            return
+        if not job.begin_copy():
+            job.withdrawn = True
+            self._settle_if_over(job)
+            return
+        failpoints.hit("load.before_copy")
+        try:
+            copy = port.target.submit(Direction.LOAD, job.offsets[start:stop], request.blocks[start:stop])
+        except BaseException:
+            if not job.in_flight:
+                job.ticket.end_copy()
+            raise
+        job.next = stop
+        self.quiet.clear()
+        self._fly(LoadFlight(job, copy, stop))
+
+    def _landed(self, flight: LoadFlight, error: BaseException | None) -> None:
+        job = flight.job
+        if error is None and job.error in (None, L.Code.CHECKSUM):
+            job.done = flight.stop  # in order: everything before has landed
+        failpoints.hit("load.after_copy")
+        self._settle_if_over(job)
+
+    def _answer(self, job: LoadJob) -> None:
+        if job.acquired is not None:
+            job.acquired.release()
+        ticket = job.ticket
+        if job.withdrawn and job.done < job.n_chunks:
+            ticket.withdraw(job.done)
+        elif job.error is None and job.done == job.n_chunks:
+            ticket.finish(L.State.DONE, n_done=job.done)
+        else:
+            ticket.finish(L.State.FAILED, job.error or L.Code.NOT_FOUND, n_done=job.done)

@@ -1,0 +1,381 @@
+"""The pool file: create or reopen, lock, size, map. What lies in it is ``maru_shm.poolformat``'s and ``regions.py``'s matter.
+
+Rules that come from failures:
+
+- Size by ``posix_fallocate``, never by ``ftruncate``: a file larger than its tmpfs truncates fine and the first touch is
+  SIGBUS.
+- The header is written first, marked CREATING, and the file is sized afterwards: at no moment is there a non-empty file at
+  ``path`` that is not a pool, so a creation killed half-way is resumed, and a file that is no pool is never formatted.
+- The lock (flock) sits on an open file description of its own. Descriptors handed to engines or to a service manager's
+  descriptor store are other descriptions of the same file; a lock they shared would outlive this process and keep
+  its successor out.
+- A pool is removed by unlinking, never by truncating: an engine that still maps it must not fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import msgspec
+
+from maru_shm import poolformat as F
+from maru_shm.errors import PoolBusy, PoolCorrupt, PoolError, PoolTooLarge
+from maru_sidecar import hostmemory
+from maru_sidecar.pool_header import (
+    FLAG_CREATING,
+    GiB,
+    PoolHeader,
+    boot_id,
+    is_blank,
+    plan_regions,
+    read_header,
+    read_magic,
+    write_header,
+)
+from maru_sidecar.transfer.base import PoolMapping
+
+SHM_DIR = "/dev/shm"
+_SLICE = GiB  #: fallocate step, so that progress can be told: about 0.5 s with 4 KiB pages
+
+#: Called as ``progress(done_bytes, total_bytes)`` while the file is being sized; may raise to give up.
+Progress = Callable[[int, int], None]
+
+
+class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What pool to open.
+
+    ``backend`` ``shm``: ``path`` is a POSIX name (``maru-pool``) or a path in a tmpfs. ``file``: any path on fsdax, hugetlbfs
+    or an ordinary filesystem. ``size`` in bytes, rounded down to whole regions.
+    """
+
+    backend: Literal["shm", "file"] = "shm"
+    path: str
+    size: int
+    region_size: int = 0  #: bytes, a multiple of 4 KiB; 0: 1 GiB, or a sixteenth of a pool below 16 GiB
+    hugepages: bool = True  #: ask for transparent huge pages (tmpfs mounted or set to ``advise``)
+    numa_node: int | None = None
+    recreate: bool = False  #: remove an existing *pool* first, whatever its size or format
+    mode: int = 0o600
+
+    @property
+    def file_path(self) -> str:
+        """Absolute path of the file."""
+        if self.backend == "shm" and "/" not in self.path.removeprefix("/"):
+            return f"{SHM_DIR}/{self.path.removeprefix('/')}"
+        return os.path.abspath(self.path)
+
+
+class PoolFile:
+    """An open, locked, mapped pool. Made by :meth:`open` or :meth:`from_fd`; one process at a time has it.
+
+    ``suspect`` is true after a reboot without an orderly stop: headers may have reached the medium before their data, so
+    whatever cannot be checked against a checksum must be dropped. It stays true, on the medium too, until
+    :meth:`contents_checked`.
+    """
+
+    def __init__(self, lock_fd: int, header: PoolHeader, spec: PoolSpec, *, suspect: bool, warnings: list[str]) -> None:
+        self.spec = spec
+        self.uuid = header.uuid
+        self.region_bytes = header.region_bytes
+        self.n_regions = header.n_regions
+        self.epoch = header.epoch
+        self.suspect = suspect
+        self.filesystem = hostmemory.filesystem_of(lock_fd)
+        self._header = header
+        self._lock_fd = lock_fd
+        fd = _reopen(lock_fd, os.O_RDWR)
+        self._mmap = mmap.mmap(fd, header.pool_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.bytes = memoryview(self._mmap)  #: u8 view of the whole pool
+        self.words = self.bytes.cast("Q")  #: u64 view: an element store is one aligned mov, it does not tear
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
+        self.mapping = PoolMapping(address, header.pool_bytes, fd)
+        self.warnings = tuple(warnings + self._advise())
+        self._closed = False
+
+    @property
+    def size(self) -> int:
+        """Bytes, whole regions."""
+        return self._header.pool_bytes
+
+    @classmethod
+    def open(cls, spec: PoolSpec, progress: Progress | None = None) -> PoolFile:
+        """Open ``spec``'s pool, creating it if absent; may take 0.5 s per GiB (sizing), without the GIL.
+
+        An existing file is left as it was, unless it is a pool and ``spec.recreate``. Raises :class:`PoolBusy`,
+        :class:`PoolTooLarge`, :class:`PoolVersionMismatch`, :class:`PoolCorrupt`, or :class:`PoolError` for anything else.
+        """
+        path = spec.file_path
+        recreate = spec.recreate
+        for _ in range(16):  # each turn lost a race against a process that removed or created the file
+            fd, created = _open_or_create(path, spec)
+            try:
+                _lock(fd, path)
+                if not _is_at(fd, path):
+                    os.close(fd)
+                    continue
+                if recreate and not created and os.fstat(fd).st_size:
+                    read_magic(fd, path)
+                    _plan(hostmemory.filesystem_of(fd), spec)  # a wrong size must not cost the old pool
+                    os.unlink(path)
+                    os.close(fd)
+                    recreate = False
+                    continue
+            except BaseException:
+                _close_quietly(fd)
+                raise
+            return cls._from_locked(fd, spec, path, progress, created=created)
+        raise PoolBusy(f"pool {path} keeps being replaced", "stop the other process that creates it")
+
+    @classmethod
+    def from_fd(cls, fd: int, spec: PoolSpec, progress: Progress | None = None) -> PoolFile:
+        """Open the pool behind a descriptor (a memfd, or one kept in a descriptor store); ``fd`` itself is not consumed.
+
+        An empty file is formatted. Raises as :meth:`open` does.
+        """
+        name = f"fd {fd} ({_target(fd)})"
+        own = _reopen(fd, os.O_RDWR)
+        try:
+            _lock(own, name)
+        except BaseException:
+            os.close(own)
+            raise
+        return cls._from_locked(own, spec, name, progress, created=False)
+
+    @classmethod
+    def _from_locked(cls, fd: int, spec: PoolSpec, name: str, progress: Progress | None, *, created: bool) -> PoolFile:
+        try:
+            fs = hostmemory.filesystem_of(fd)
+            warnings: list[str] = []
+            if is_blank(fd, fs):
+                header, warnings = _create(fd, fs, spec, name, progress, created=created)
+            else:
+                header = read_header(fd, name)
+                if header.flags & FLAG_CREATING:
+                    _check_space(fd, fs, header.pool_bytes - os.fstat(fd).st_blocks * 512, name)
+                    header, warnings = _size(fd, header, spec, name, progress)
+            _check_matches(fd, header, spec, name)
+            suspect = header.boot_id != boot_id() and not header.clean
+            header = replace(header, clean=0, epoch=header.epoch + 1, boot_id=header.boot_id if suspect else boot_id())
+            write_header(fd, header)
+            return cls(fd, header, spec, suspect=suspect, warnings=warnings)
+        except BaseException:
+            _close_quietly(fd)
+            raise
+
+    def open_readonly(self) -> int:
+        """A new read-only descriptor of the pool, for a process that may only read it; the caller closes it."""
+        return _reopen(self._lock_fd, os.O_RDONLY)
+
+    def contents_checked(self) -> None:
+        """What survived the last boot has been checked or dropped: the pool belongs to this boot from now on."""
+        if self.suspect:
+            os.fsync(self._lock_fd)
+            self._store(replace(self._header, boot_id=boot_id()))
+            self.suspect = False
+
+    def close(self, *, clean: bool) -> None:
+        """Unmap and unlock (idempotent). ``clean`` promises that no copy is in flight: the data is flushed, then marked clean,
+        so that it may be believed after a reboot. Takes as long as the medium needs; the GIL is free."""
+        if self._closed:
+            return
+        self._closed = True
+        if clean and not self.suspect:
+            os.fsync(self._lock_fd)  # data first: a clean mark must never reach the medium before what it vouches for
+            self._store(replace(self._header, clean=1))
+        self.words.release()
+        self.bytes.release()
+        # BufferError: somebody still holds a view; the last one unmaps.
+        with contextlib.suppress(BufferError):
+            self._mmap.close()
+        os.close(self.mapping.fd)
+        os.close(self._lock_fd)
+
+    def _store(self, header: PoolHeader) -> None:
+        write_header(self._lock_fd, header)
+        self._header = header
+
+    def _advise(self) -> list[str]:
+        """Huge pages and NUMA placement, best effort; returns a named warning for each wish the kernel refused."""
+        warnings = []
+        address, size, fs = self.mapping.address, self.mapping.size, self.filesystem
+        if self.spec.hugepages and fs.kind != "hugetlbfs":
+            failed = hostmemory.madvise(address, size, hostmemory.MADV_HUGEPAGE)
+            if failed:
+                warnings.append(f"hugepages_refused: madvise(MADV_HUGEPAGE): {os.strerror(failed)}")
+            elif fs.kind == "tmpfs" and not fs.huge and not hostmemory.shmem_hugepages():
+                warnings.append(
+                    "hugepages_off: this tmpfs gives 4 KiB pages; mount it with huge=advise or use hugetlbfs "
+                    "(registering the pool with a GPU is ten times faster then)"
+                )
+        node = self.spec.numa_node
+        if node is not None and not (fs.uses_ram or fs.kind == "hugetlbfs"):
+            warnings.append(f"numa_ignored: node {node}: {fs.kind} places its own pages")
+        elif node is not None and (refused := hostmemory.bind_to_node(address, size, node)):
+            warnings.append(f"numa_refused: node {node}: {refused}")
+        return warnings
+
+
+# --- steps -------------------------------------------------------------------------------------------------------------
+def _close_quietly(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
+def _target(fd: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError as e:
+        raise PoolError(f"file descriptor {fd} for the pool: {e.strerror}", "hand over an open descriptor") from e
+
+
+def _reopen(fd: int, flags: int) -> int:
+    """A new open file description of the same file (``dup`` would share the lock)."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+    except OSError as e:
+        raise PoolError(f"pool descriptor {fd} cannot be reopened: {e.strerror}", "mount /proc and check permissions") from e
+
+
+def _open_or_create(path: str, spec: PoolSpec) -> tuple[int, bool]:
+    """``(fd, created)``. O_EXCL tells the two apart, so that only a file made here is ever removed on failure."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        try:
+            fd, created = os.open(path, flags), False
+        except FileNotFoundError:
+            fd, created = os.open(path, flags | os.O_CREAT | os.O_EXCL, spec.mode), True
+    except FileExistsError:  # somebody was faster
+        return _open_or_create(path, spec)
+    except OSError as e:
+        raise PoolError(
+            f"pool {path}: {e.strerror}", "check that the directory exists and the sidecar's user may write it"
+        ) from e
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
+        os.close(fd)
+        raise PoolError(f"pool {path} is not a regular file", "name a file on tmpfs, hugetlbfs, fsdax or a filesystem")
+    if spec.backend == "shm" and info.st_uid != os.geteuid():
+        os.close(fd)
+        raise PoolError(
+            f"pool {path} belongs to uid {info.st_uid}, not to {os.geteuid()}",
+            "anyone may create files in /dev/shm, so a stranger's pool is not trusted: remove it or choose another name",
+        )
+    return fd, created
+
+
+def _lock(fd: int, name: str) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise PoolBusy(f"pool {name} is held by {_lock_holder(fd)}", "stop it, or give this sidecar another pool") from None
+
+
+def _lock_holder(fd: int) -> str:
+    """Who holds the flock, as ``/proc/locks`` tells it."""
+    info = os.fstat(fd)
+    wanted = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+    with open("/proc/locks", encoding="ascii") as locks:
+        for line in locks:
+            fields = line.split()
+            if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == wanted and int(fields[4]) > 0:
+                return f"process {fields[4]}"
+    return "another process (its pid is not visible from here)"
+
+
+def _is_at(fd: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _check_space(fd: int, fs: hostmemory.Filesystem, wanted: int, name: str) -> None:
+    """Preflight: a clear answer before minutes of allocation. ``posix_fallocate`` still has the last word."""
+    vfs = os.fstatvfs(fd)
+    free = vfs.f_bavail * vfs.f_frsize
+    if vfs.f_blocks and wanted > free:
+        raise PoolTooLarge(_no_room(name, wanted, free), f"lower pool.size or enlarge the filesystem ({fs.kind or 'memfd'})")
+    if fs.uses_ram and wanted > (ram := hostmemory.available_ram()):
+        raise PoolTooLarge(_no_room(name, wanted, ram), "lower pool.size: the machine has no more memory")
+
+
+def _no_room(name: str, wanted: int, free: int) -> str:
+    return f"pool {name} wants {wanted} bytes ({wanted / GiB:.1f} GiB), {free} bytes ({free / GiB:.1f} GiB) are free"
+
+
+def _create(
+    fd: int, fs: hostmemory.Filesystem, spec: PoolSpec, name: str, progress: Progress | None, *, created: bool
+) -> tuple[PoolHeader, list[str]]:
+    """Make a pool of an empty file; on failure the file is gone again (or empty, if it was there before)."""
+    try:
+        region, n = _plan(fs, spec)
+        header = PoolHeader(FLAG_CREATING, uuid.uuid4().bytes, n * region, region, n, time.time_ns(), boot_id(), 0, 0)
+        _check_space(fd, fs, header.pool_bytes, name)
+        write_header(fd, header)
+        return _size(fd, header, spec, name, progress)
+    except BaseException:
+        # Nothing maps it yet and nobody else holds the lock.
+        if created:
+            os.unlink(name)
+        else:
+            os.ftruncate(fd, 0)
+        raise
+
+
+def _plan(fs: hostmemory.Filesystem, spec: PoolSpec) -> tuple[int, int]:
+    return plan_regions(spec.size, spec.region_size, fs.page_bytes if fs.kind == "hugetlbfs" else F.DATA_ALIGN)
+
+
+def _size(fd: int, header: PoolHeader, spec: PoolSpec, name: str, progress: Progress | None) -> tuple[PoolHeader, list[str]]:
+    """Give the file its bytes and end CREATING; returns the header and warnings. Zeros are unformatted regions."""
+    total = header.pool_bytes
+    warnings = []
+    try:
+        with hostmemory.allocating_on(spec.numa_node) as refused:
+            if refused:
+                warnings.append(f"numa_refused: node {spec.numa_node}: {refused}")
+            for done in range(0, total, _SLICE):
+                if progress is not None:
+                    progress(done, total)
+                os.posix_fallocate(fd, done, min(_SLICE, total - done))
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
+            raise PoolError(f"pool {name} of {total} bytes: {e.strerror}", "check the filesystem") from e
+        vfs = os.fstatvfs(fd)
+        free = vfs.f_bavail * vfs.f_frsize
+        raise PoolTooLarge(_no_room(name, total, free), "lower pool.size or enlarge the filesystem") from e
+    if progress is not None:
+        progress(total, total)
+    header = replace(header, flags=header.flags & ~FLAG_CREATING)
+    write_header(fd, header)
+    return header, warnings
+
+
+def _check_matches(fd: int, header: PoolHeader, spec: PoolSpec, name: str) -> None:
+    """The file against its header, then the header against the wish.
+
+    Another size is refused rather than adopted: a pool silently smaller or larger than configured is found out under load.
+    """
+    actual = os.fstat(fd).st_size
+    if actual < header.pool_bytes:
+        raise PoolCorrupt(
+            f"pool {name} was truncated: {actual} bytes, its header says {header.pool_bytes}",
+            "start with --pool-recreate; its contents are lost",
+        )
+    remedy = "start with --pool-recreate to drop its contents, or configure the size it has"
+    if spec.region_size and spec.region_size != header.region_bytes:
+        raise PoolError(f"pool {name} has regions of {header.region_bytes} bytes, wanted are {spec.region_size}", remedy)
+    wanted = spec.size // header.region_bytes * header.region_bytes
+    if wanted != header.pool_bytes:
+        raise PoolError(f"pool {name} has {header.pool_bytes} bytes, wanted are {spec.size}", remedy)

@@ -1,0 +1,190 @@
+"""``maru-ring``: look at live segments without disturbing them.
+
+Every segment is mapped read-only, so nothing here can change a word of it, and nothing is asked of the sidecar or the
+engine: the tool works on a hung pair and on the remains of a dead one.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from maru_shm.errors import MaruError
+from maru_sidecar.output import (
+    EXIT_CODES_HELP,
+    ExitCode,
+    Format,
+    cell,
+    echo_json,
+    echo_rows,
+    echo_sections,
+    format_option,
+    one_line,
+    run_command,
+)
+
+if TYPE_CHECKING:  # numpy and posix_ipc load when a segment is opened, not for --help
+    from maru_sidecar.ring_view import RecordView, SegmentView
+
+PROGRAM = "maru-ring"
+POLL_S = 0.002  #: `tail` looks this often
+LS_COLUMNS = (
+    "segment", "role", "sidecar", "client", "state", "head", "tail", "queued", "in_flight", "armed", "sidecar_beat_s",
+    "client_beat_s", "step", "fence", "problem",
+)  # fmt: skip
+RECORD_COLUMNS = (
+    "segment", "index", "ticket", "op", "state", "code", "label", "keys", "blocks", "depth", "done", "bytes", "age_s",
+    "accept_us", "first_copy_us", "copy_us", "total_us", "cancel", "copying",
+)  # fmt: skip
+TAIL_FIELDS = ("label", "keys", "done", "bytes", "accept_us", "first_copy_us", "copy_us", "total_us")
+STUCK_COLUMNS = ("segment", "index", "ticket", "op", "state", "label", "age_s", "what")
+
+instance_option = click.option("--instance", metavar="HEX", help="Only segments of this instance (8 hex digits).")
+segments_argument = click.argument("segments", nargs=-1, metavar="[SEGMENT]...")
+
+
+@click.group(epilog=EXIT_CODES_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Look at the shared-memory rings of a sidecar and its engines, read-only.
+
+    A SEGMENT is a name as `ls` prints it, or the session number at its end where only one segment has it. Without one,
+    every readable segment is meant.
+    """
+
+
+@cli.command("ls")
+@instance_option
+@format_option
+def ls(instance: str | None, fmt: Format) -> None:
+    """List segments with their processes, ring positions and beats; one that cannot be read with its problem."""
+    from maru_sidecar.ring_view import open_all
+
+    rows: list[dict[str, object]] = []
+    for name, opened in open_all(instance):
+        if isinstance(opened, MaruError):
+            rows.append({"segment": name, "problem": one_line(opened)})
+            continue
+        with opened as view:
+            rows.append(view.summary() | {"problem": ""})
+    echo_rows(rows, fmt, LS_COLUMNS, empty="no segments")
+
+
+@cli.command("show")
+@click.argument("segment")
+@format_option
+def show(segment: str, fmt: Format) -> None:
+    """One segment's header in full, and how many records are in which state."""
+    from maru_sidecar.ring_view import open_named, resolve
+
+    with open_named(resolve(segment)) as view:
+        echo_sections(view.details(), fmt)
+
+
+@cli.command("records")
+@segments_argument
+@click.option("--all", "everything", is_flag=True, help="Also freed records: their last answer is still there.")
+@format_option
+def records(segments: tuple[str, ...], *, everything: bool, fmt: Format) -> None:
+    """Requests in the record tables, with the time each step took.
+
+    accept_us: posted to accepted. first_copy_us: accepted to the first copy. copy_us: first copy (or acceptance, where
+    nothing was copied) to the answer. total_us: posted to the answer.
+    """
+    found: list[RecordView] = []
+    for view in _views(segments):
+        with view:
+            found += [r for r in view.records() if r.ticket and (everything or r.live)]
+    found.sort(key=lambda r: (r.segment, r.ticket))
+    echo_rows([r.row() for r in found], fmt, RECORD_COLUMNS[len(segments) == 1 :], empty="no records")
+
+
+@cli.command("tail")
+@segments_argument
+@click.option("--count", type=click.IntRange(min=1), help="Stop after this many requests.")
+@click.option("--seconds", type=click.FloatRange(min=0), help="Stop after this long.")
+@format_option
+def tail(segments: tuple[str, ...], count: int | None, seconds: float | None, fmt: Format) -> None:
+    """Follow requests as they complete: until interrupted, --count or --seconds. JSON: one document per line.
+
+    Looks every 2 ms; a record that is used again in between is not seen. The engine is never slowed down for this.
+    """
+    views = list(_views(segments))
+    if not views:
+        click.echo("no segments", err=True)
+    for printed, record in enumerate(_completions(views, seconds), start=1):
+        row = record.row()
+        if fmt == "json":
+            echo_json(row, compact=True)
+        else:
+            fields = " ".join(f"{k}={cell(row[k])}" for k in TAIL_FIELDS)
+            click.echo(f"{record.segment} {record.op} {record.state} {record.code} {fields}")
+        sys.stdout.flush()
+        if printed == count:
+            return
+
+
+def _completions(views: Sequence[SegmentView], seconds: float | None) -> Iterator[RecordView]:
+    end = time.monotonic() + seconds if seconds is not None else float("inf")
+    try:
+        for view in views:
+            view.skip_completed()
+        while views:
+            for view in views:
+                yield from view.newly_completed()
+            if time.monotonic() >= end:
+                return
+            time.sleep(POLL_S)
+    finally:
+        for view in views:
+            view.close()
+
+
+@cli.command("stuck")
+@instance_option
+@click.option("--seconds", type=click.FloatRange(min=0), default=5.0, show_default=True, help="A ticket this old is stuck.")
+@format_option
+def stuck(instance: str | None, seconds: float, fmt: Format) -> None:
+    """List what does not move: old tickets, copies left open, dead processes. Exit 3 if any.
+
+    A segment that cannot be read is listed too; exit 6 if that is all there is to say.
+    """
+    from maru_sidecar.ring_view import open_all
+
+    rows: list[dict[str, object]] = []
+    unreadable: list[dict[str, object]] = []
+    for name, opened in open_all(instance):
+        if isinstance(opened, MaruError):
+            unreadable.append({"segment": name, "what": one_line(opened)})
+            continue
+        with opened as view:
+            rows += view.stuck(seconds)
+    echo_rows(rows + unreadable, fmt, STUCK_COLUMNS, empty="nothing is stuck")
+    if rows or unreadable:
+        sys.exit(ExitCode.STUCK if rows else ExitCode.SEGMENT)
+
+
+def _views(segments: Sequence[str]) -> Iterator[SegmentView]:
+    """The named segments, which must be readable; or all, those that are not reported on stderr and passed over."""
+    from maru_sidecar.ring_view import open_all, open_named, resolve
+
+    for text in segments:
+        yield open_named(resolve(text))
+    if not segments:
+        for name, opened in open_all():
+            if isinstance(opened, MaruError):
+                click.echo(f"{PROGRAM}: {name}: {one_line(opened)}", err=True)
+            else:
+                yield opened
+
+
+def main() -> None:
+    """Entry point of ``maru-ring``."""
+    run_command(cli, PROGRAM)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""Sessions: one per attached client, from Attach to the last copy that touches its memory.
+
+*Attach*: the engine's agreement is checked and its rank claimed in the main thread; what may take long (importing GPU memory,
+making the segment) runs in a worker thread; the answer goes out when that has ended. *End*, for whatever reason (Detach, a closed socket,
+a broken ring): the rank is free at once, no further copy begins, leases are given back, the segment's name disappears. When every
+outstanding ticket has its answer (so no copy is in flight) the KV cache is forgotten and the segment unmapped. A session whose
+copies hang keeps its memory and disturbs nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from maru_shm import layout as L
+from maru_shm import messages as M
+from maru_shm import segment as S
+from maru_shm.errors import AttachRefused, MaruError, SegmentError
+from maru_shm.records import SidecarRecords
+from maru_shm.ring import SubmissionConsumer
+from maru_sidecar.config import Limits
+from maru_sidecar.control_server import Connection
+from maru_sidecar.copy_thread import WorkerPort
+from maru_sidecar.directory import Directory
+from maru_sidecar.engines import Engine, EngineRegistry, Refusal
+from maru_sidecar.lanes import Lane, Lanes
+from maru_sidecar.poller import Poller
+from maru_sidecar.pool import PoolFile
+from maru_sidecar.tickets import Counters, TicketTable
+from maru_sidecar.transfer.base import KvTarget, Peer
+from maru_sidecar.transfer.cpu import peer_exited
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One attached client."""
+
+    id: int
+    attach: M.Attach
+    engine: Engine
+    connection: Connection
+    segment: S.Segment
+    consumer: SubmissionConsumer
+    table: TicketTable
+    doorbell: int
+    pidfd: int
+    lane: Lane | None = None  #: workers only
+    port: WorkerPort | None = None
+    leases: dict[int, tuple[int, int]] = field(default_factory=dict)  #: record index → (ticket of its LOOKUP, lease id)
+    attached_s: float = field(default_factory=time.monotonic)
+    detaching: bool = False  #: its client waits for the answer to Detach
+    releasing: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"session {self.id} ({self.attach.role.value} {self.attach.rank} of {self.attach.engine_id!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What the worker thread made for an attach."""
+
+    segment: S.Segment
+    lane: Lane | None
+    target: KvTarget | None
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """How this sidecar's segments are named."""
+
+    instance: str
+    generation: int
+    pid: int
+    start_time: int
+
+
+class Sessions:
+    """All sessions; the main thread uses it alone. ``reply`` and ``hang_up`` are the control server's."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        pool: PoolFile,
+        directory: Directory,
+        lanes: Lanes,
+        poller: Poller,
+        limits: Limits,
+        counters: Counters,
+        reply: Callable[[Connection, M.SidecarMessage, list[int]], bool],
+        hang_up: Callable[[Connection], None],
+    ) -> None:
+        self._identity = identity
+        self._pool = pool
+        self._directory = directory
+        self._lanes = lanes
+        self._poller = poller
+        self._limits = limits
+        self._counters = counters
+        self._reply = reply
+        self._hang_up = hang_up
+        self._workers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="maru-attach")
+        self._serial = 0
+        self._opening = 0
+        self.registry = EngineRegistry(pool.region_bytes, limits.max_engines)
+        self.live: dict[int, Session] = {}
+        self.ending: dict[int, Session] = {}
+        self.state = L.SidecarState.READY
+
+    def __len__(self) -> int:
+        return len(self.live)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is being opened and no session is ending."""
+        return not self._opening and not self.ending
+
+    def in_flight(self) -> int:
+        """Tickets without a terminal answer."""
+        return sum(len(s.table.outstanding) for s in (*self.live.values(), *self.ending.values()))
+
+    # --- attach -----------------------------------------------------------------------------------------------------------------
+    def attach(self, connection: Connection, message: M.Attach, fds: list[int]) -> None:
+        """Begin an attach; the answer follows by ``reply``. ``fds`` are closed here, whatever happens.
+
+        Raises :class:`~maru_sidecar.engines.Refusal` for what can be seen at once.
+        """
+        try:
+            self._check_limits(connection, message)
+            self._evict_dead_holder(message)
+            self._serial += 1
+            session_id = self._serial
+            engine = self.registry.claim(message, session_id)
+            pidfd = os.dup(connection.pidfd)
+        except BaseException:
+            _close_all(fds)
+            raise
+        self._opening += 1
+        connection.session = session_id
+        future = self._workers.submit(self._open, session_id, message, Peer(connection.pid, pidfd), fds)
+        future.add_done_callback(
+            lambda f: self._poller.call_soon(lambda: self._opened(session_id, connection, message, engine, pidfd, f))
+        )
+
+    def _check_limits(self, connection: Connection, m: M.Attach) -> None:
+        if connection.session is not None:
+            raise Refusal(M.RefusalCode.BAD_MESSAGE, "this connection is attached already", "one session per connection")
+        if len(self.live) + len(self.ending) + self._opening >= self._limits.max_sessions:
+            raise Refusal(M.RefusalCode.LIMIT, f"{self._limits.max_sessions} sessions are open", "raise limits.max_sessions")
+        for name in ("max_records", "max_keys", "max_blocks"):
+            asked, limit = getattr(m, name), getattr(self._limits, name)
+            if not (0 if name == "max_blocks" else 1) <= asked <= limit:
+                raise Refusal(M.RefusalCode.LIMIT, f"{name} is {asked}", f"at least 1, at most limits.{name} ({limit})")
+        try:
+            _shape(m).check()
+        except SegmentError as e:
+            raise Refusal(M.RefusalCode.LIMIT, e.what, e.remedy) from e
+        total = _shape(m).total_bytes
+        if total > self._limits.segment_bytes:
+            raise Refusal(
+                M.RefusalCode.LIMIT,
+                f"a segment of {total} bytes ({m.max_records} records of {m.max_keys} keys and {m.max_blocks} blocks)",
+                f"lower maru.max_records, or raise limits.segment_bytes ({self._limits.segment_bytes})",
+            )
+
+    def _evict_dead_holder(self, m: M.Attach) -> None:
+        """A restarted engine may be faster than the news of its predecessor's death."""
+        holder = self.live.get(self.registry.holder(m) or 0)
+        if holder is not None and peer_exited(holder.pidfd):
+            self.end(holder, "its process has ended")
+
+    def _open(self, session_id: int, m: M.Attach, peer: Peer, fds: list[int]) -> _Opened:
+        """In a worker thread: make the segment, import the KV cache."""
+        ident = self._identity
+        info = S.SegmentInfo(
+            ident.generation,
+            session_id,
+            _shape(m),
+            ident.pid,
+            peer.pid,
+            ident.start_time,
+            time.time_ns(),
+            ident.instance,
+            m.role,
+        )
+        try:
+            segment = S.create(info)
+            try:
+                if m.layout is None:
+                    return _Opened(segment, None, None)
+                lane, target = self._lanes.attach(m.layout, peer, fds)
+                return _Opened(segment, lane, target)
+            except BaseException:
+                S.unlink(info.name)
+                segment.close()
+                raise
+        finally:
+            _close_all(fds)
+
+    def _opened(
+        self, session_id: int, connection: Connection, m: M.Attach, engine: Engine, pidfd: int, future: Future[_Opened]
+    ) -> None:
+        self._opening -= 1
+        error = future.exception()
+        if error is not None:
+            os.close(pidfd)
+            self.registry.leave(engine, m.role, m.rank, session_id)
+            connection.session = None
+            self._reply(connection, _refused(error), [])
+            return
+        opened = future.result()
+        doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        segment = opened.segment
+        table = TicketTable(SidecarRecords(segment), self._counters, lambda: self._poller.call_soon(self._reap))
+        session = Session(
+            session_id, m, engine, connection, segment, SubmissionConsumer(segment), table, doorbell, pidfd, opened.lane
+        )
+        if opened.target is not None:
+            session.port = WorkerPort(
+                opened.target, engine.namespace, m.rank, m.world_size, m.chunk_tokens, engine.slab_bytes, segment.words
+            )
+            self.registry.registered(engine, m.rank)
+        segment.words[L.WORD_SIDECAR_STATE] = self.state
+        self.live[session_id] = session
+        self._poller.register(doorbell, lambda _events: _drain(doorbell))
+        self._announce_namespace(engine)
+        log.info("%s attached: %s", session.name, connection)
+        answer = M.Attached(
+            session_id, segment.info.name, engine.namespace.hex(), self._pool.size,
+            opened.lane.transfer.name if opened.lane else "",
+        )  # fmt: skip
+        pool_fd = self._pool.open_readonly()
+        try:
+            sent = self._reply(connection, answer, [segment.fd, doorbell, pool_fd])
+        finally:
+            os.close(pool_fd)
+        if not sent:
+            self.end(session, "its client went away during the attach")
+        elif segment.fd >= 0:
+            os.close(segment.fd)
+            segment.fd = -1
+
+    def _announce_namespace(self, engine: Engine) -> None:
+        """Write the namespace into the engine's segments once all ranks are there: the next generation needs it for the leases."""
+        if not engine.complete:
+            return
+        for session in self.live.values():
+            if session.engine is engine and session.segment.words[L.WORD_WORLD] == 0:
+                at = L.NAMESPACE_OFFSET
+                session.segment.bytes[at : at + L.KEY_BYTES] = engine.namespace
+                session.segment.words[L.WORD_WORLD] = engine.world
+
+    # --- end --------------------------------------------------------------------------------------------------------------------
+    def detach(self, session: Session) -> None:
+        """The client asked: ``Done`` follows when its copies are fenced."""
+        session.detaching = True
+        self.end(session, "it detached")
+
+    def end(self, session: Session, why: str) -> None:
+        """Tear a session down (idempotent); siblings are not touched."""
+        if self.live.pop(session.id, None) is None:
+            return
+        log.info("%s ends: %s", session.name, why)
+        session.segment.words[L.WORD_SIDECAR_STATE] = (
+            L.SidecarState.STOPPED
+        )  # for this client; it need not wait for the hang-up
+        self.ending[session.id] = session
+        self._poller.unregister(session.doorbell)
+        m = session.attach
+        self.registry.leave(session.engine, m.role, m.rank, session.id)
+        session.table.close()
+        self._directory.release_owner(session.id)
+        session.leases.clear()
+        S.unlink(session.segment.info.name)
+        if session.lane is not None:
+            session.lane.nudge()
+        self._reap()
+
+    def _reap(self) -> None:
+        """Release what sessions without outstanding tickets still hold."""
+        for session in list(self.ending.values()):
+            if session.releasing or session.table.outstanding:
+                continue
+            session.releasing = True
+            if session.port is None:
+                self._finish(session)
+            else:
+                self._release(session, session.port.target)
+
+    def _release(self, session: Session, target: KvTarget) -> None:
+        """Forget the KV cache, in a worker thread: unmapping GPU memory takes its time."""
+
+        def released(future: Future[None]) -> None:
+            error = future.exception()
+            if error is not None:
+                log.error("%s: its KV cache could not be released: %s", session.name, error)
+            self._poller.call_soon(lambda: self._finish(session))
+
+        self._workers.submit(target.close).add_done_callback(released)
+
+    def _finish(self, session: Session) -> None:
+        """No copy touches the client's memory any more: unmap, answer its Detach or hang up."""
+        del self.ending[session.id]
+        session.segment.close()
+        os.close(session.doorbell)
+        os.close(session.pidfd)
+        connection = session.connection
+        connection.session = None
+        if session.detaching:
+            self._reply(connection, M.Done(), [])
+        elif not connection.closed:
+            self._hang_up(connection)
+
+    def set_state(self, state: L.SidecarState) -> None:
+        """What every segment says of the sidecar."""
+        self.state = state
+        for session in self.live.values():
+            session.segment.words[L.WORD_SIDECAR_STATE] = state
+
+    def close(self) -> None:
+        """Stop the worker threads; sessions have ended before."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+
+def _shape(m: M.Attach) -> L.SegmentShape:
+    return L.SegmentShape.for_limits(m.max_records, m.max_keys, m.max_blocks, replies=m.role is L.Role.WORKER)
+
+
+def _refused(error: BaseException) -> M.Refused:
+    """The answer to an attach that failed in its worker thread."""
+    if isinstance(error, Refusal):
+        return M.Refused(error.code, error.what, error.remedy)
+    if isinstance(error, AttachRefused):
+        return M.Refused(M.RefusalCode.UNREACHABLE_MEMORY, error.what, error.remedy)
+    if isinstance(error, SegmentError):
+        return M.Refused(M.RefusalCode.LIMIT, error.what, error.remedy)
+    if isinstance(error, MaruError):
+        return M.Refused(M.RefusalCode.FAILED, error.what, error.remedy)
+    log.error("attach failed", exc_info=error)
+    return M.Refused(M.RefusalCode.FAILED, f"attach failed: {type(error).__name__}", "see the sidecar's log")
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+    fds.clear()
+
+
+def _drain(doorbell: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.eventfd_read(doorbell)

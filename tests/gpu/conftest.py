@@ -1,0 +1,59 @@
+"""Tests on a real GPU: ``pytest tests/gpu`` runs all; without a GPU they are skipped, saying why."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.gpu.kv_process import KvProcess
+from tests.support.shm_pool import ShmPool
+
+from maru_shm.errors import MaruError
+from maru_sidecar.transfer.cuda import CudaTransfer
+from maru_sidecar.transfer.cuda_driver import CudaDriver
+
+REGION = 16 << 20
+POOL = 512 << 20
+
+
+def _why_not() -> str:
+    try:
+        if not CudaDriver().devices():
+            return "no GPU is visible"
+    except MaruError as e:
+        return str(e)
+    return "" if importlib.util.find_spec("torch") else "torch is not installed"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    reason = _why_not() if here else ""
+    for item in here:
+        item.add_marker(pytest.mark.gpu)
+        item.add_marker(pytest.mark.timeout(300))
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[ShmPool]:
+    pool = ShmPool(POOL)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def engine_process() -> Iterator[KvProcess]:
+    """The engine most tests share: starting one takes ten seconds."""
+    process = KvProcess()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def transfer(pool: ShmPool) -> Iterator[CudaTransfer]:
+    engine = CudaTransfer(pool.mapping, REGION)
+    yield engine
+    engine.close()

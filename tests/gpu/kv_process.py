@@ -1,0 +1,225 @@
+"""A process that owns a KV cache in GPU memory, as an engine does: torch there, nothing of the sidecar.
+
+:class:`KvProcess` is the test's end; :func:`_serve` runs in the child, started afresh (a forked CUDA process is a broken one).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing as mp
+import os
+import signal
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from maru_shm import segment as segments
+from maru_shm.geometry import CUDA_VMM_HANDLE, KvRegion, RegionKind
+from maru_sidecar.transfer.base import Peer
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class KvProcess:
+    """Commands run one at a time in the child; each method returns when its work there is done unless it says otherwise."""
+
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        assert self.process.pid is not None
+        self.pidfd = os.pidfd_open(self.process.pid)
+        self.peer = Peer(self.process.pid, self.pidfd)
+
+    def start(self, command: str, *arguments: Any) -> None:
+        """Send a command; :meth:`result` takes its answer."""
+        self._pipe.send((command, arguments))
+
+    def result(self, timeout: float = 120) -> Any:
+        assert self._pipe.poll(timeout), "the engine process does not answer"
+        ok, value = self._pipe.recv()
+        assert ok, value
+        return value
+
+    def call(self, command: str, *arguments: Any) -> Any:
+        self.start(command, *arguments)
+        return self.result()
+
+    def allocate(self, *sizes: int) -> list[KvRegion]:
+        """New allocations in place of the old ones."""
+        regions: list[KvRegion] = self.call("allocate", *sizes)
+        return regions
+
+    def fill(self, seed: int) -> list[Bytes]:
+        """Random bytes everywhere; the same ones, here."""
+        return [random_bytes(seed + i, n) for i, n in enumerate(self.call("fill", seed))]
+
+    def read(self) -> list[Bytes]:
+        return [np.frombuffer(b, np.uint8) for b in self.call("read")]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            self._pipe.send(("quit", ()))
+            self.process.join(30)
+        if self.process.is_alive():
+            os.kill(self.process.ident or 0, signal.SIGKILL)
+            self.process.join()
+        os.close(self.pidfd)
+        self._pipe.close()
+
+
+def random_bytes(seed: int, n: int) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, n, np.uint8)
+
+
+class _Engine:
+    """The child's side: ``memory`` is the KV cache, one uint8 tensor per allocation."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+        torch.cuda.init()
+        self.memory: list[Any] = []
+        self.fence: Any = None
+        self.weights: Any = None
+
+    def allocate(self, *sizes: int) -> list[KvRegion]:
+        from maru_connector.cuda_export import cuda_region
+
+        self.memory = []
+        self.torch.cuda.empty_cache()
+        self.memory = [self.torch.empty(n, dtype=self.torch.uint8, device="cuda") for n in sizes]
+        self.torch.cuda.synchronize()
+        return [cuda_region(m.untyped_storage()) for m in self.memory]
+
+    def fill(self, seed: int) -> list[int]:
+        for i, m in enumerate(self.memory):
+            m.copy_(self.torch.from_numpy(random_bytes(seed + i, m.numel())))
+        self.torch.cuda.synchronize()
+        return [m.numel() for m in self.memory]
+
+    def set(self, value: int) -> None:
+        for m in self.memory:
+            m.fill_(value)
+        self.torch.cuda.synchronize()
+
+    def read(self) -> list[bytes]:
+        return [m.cpu().numpy().tobytes() for m in self.memory]
+
+    def open_fence(self, name: str, *, events: bool) -> str:
+        from maru_connector import fence_cuda
+
+        fd = os.open(f"/dev/shm{name}", os.O_RDWR)
+        segment = segments.map_fd(fd, writable=True)
+        os.close(fd)
+        device = self.torch.device("cuda", self.torch.cuda.current_device())
+        self.fence = fence_cuda.EventFence(segment, device.index) if events else fence_cuda.cuda_fence(segment, device)
+        return type(self.fence).__name__
+
+    def open_event_fence(self, name: str) -> str:
+        return self.open_fence(name, events=True)
+
+    def open_stream_fence(self, name: str) -> str:
+        return self.open_fence(name, events=False)
+
+    def step(self, step: int, cycles: int, value: int) -> None:
+        """Launch a long kernel, then one that writes ``value`` everywhere, then the fence; returns before any has run."""
+        self.torch.cuda._sleep(cycles)
+        for m in self.memory:
+            m.fill_(value)
+        self.fence.after_step(step)
+
+    def poll_fence(self) -> None:
+        self.torch.cuda.synchronize()
+        if hasattr(self.fence, "poll"):
+            self.fence.poll()
+
+    def close_fence(self) -> None:
+        self.fence.close()
+        self.fence.close()
+
+    def decode(self, seconds: float) -> list[float]:
+        """Milliseconds per step of a memory-bound loop (bf16 matrix × vector over 2.7 GiB of weights) for ``seconds``."""
+        torch = self.torch
+        if self.weights is None:
+            self.weights = torch.randn(24, 14336, 4096, dtype=torch.bfloat16, device="cuda")
+        x = torch.randn(4096, 1, dtype=torch.bfloat16, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        for w in self.weights:
+            w @ x
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for w in self.weights:
+                w @ x
+        import time
+
+        times: list[float] = []
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            marks[0].record()
+            for _ in range(20):
+                graph.replay()
+            marks[1].record()
+            marks[1].synchronize()
+            times.append(marks[0].elapsed_time(marks[1]) / 20)
+        return times
+
+    def vmm(self, size: int) -> tuple[KvRegion, DupFd]:
+        """An exportable VMM allocation filled with 0x5A, as a region with its descriptor."""
+        from maru_connector.cuda_export import call, gpu_uuid
+
+        device = self.torch.cuda.current_device()
+        self.torch.cuda.synchronize()
+        properties = (ctypes.c_int * 10)(1, 1, 1, device, 0, 0, 0, 0, 0, 0)  # pinned, POSIX fd, on this device
+        handle, address, fd = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_int(-1)
+        call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(size), properties, ctypes.c_uint64(0))
+        call("cuMemAddressReserve", ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_size_t(0), ctypes.c_uint64(0),
+             ctypes.c_uint64(0))  # fmt: skip
+        call("cuMemMap", address, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+        access = (ctypes.c_int * 3)(1, device, 3)
+        call("cuMemSetAccess", address, ctypes.c_size_t(size), access, ctypes.c_size_t(1))
+        call("cuMemsetD8_v2", address, ctypes.c_ubyte(0x5A), ctypes.c_size_t(size))
+        call("cuMemExportToShareableHandle", ctypes.byref(fd), handle, 1, ctypes.c_uint64(0))
+        packed = CUDA_VMM_HANDLE.pack(0, size)
+        return KvRegion(RegionKind.CUDA_VMM, address.value, size, packed, gpu_uuid(device)), DupFd(fd.value)
+
+    def refuse_expandable(self) -> str:
+        """What exporting a storage in VMM memory says."""
+        from maru_connector.cuda_export import cuda_region
+        from maru_shm.errors import AttachRefused
+
+        self.torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        try:
+            storage = self.torch.empty(64 << 20, dtype=self.torch.uint8, device="cuda").untyped_storage()
+            cuda_region(storage)
+        except AttachRefused as e:
+            return str(e)
+        finally:
+            self.torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        return ""
+
+
+def _serve(pipe: Connection) -> None:
+    engine = _Engine()
+    while True:
+        try:
+            command, arguments = pipe.recv()
+        except EOFError:
+            return
+        if command == "quit":
+            return
+        try:
+            pipe.send((True, getattr(engine, command)(*arguments)))
+        except Exception as e:  # noqa: BLE001 - told to the test, whatever it is
+            pipe.send((False, f"{type(e).__name__}: {e}"))

@@ -1,0 +1,128 @@
+"""Bytes moved between the pool and another process's GPU memory, compared with a plain gather and scatter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.gpu.conftest import REGION
+from tests.gpu.kv_process import KvProcess, random_bytes
+from tests.support.kv_cases import KvCase, block_tables, cases
+from tests.support.shm_pool import ShmPool
+
+from maru_shm.errors import AttachRefused
+from maru_shm.geometry import KvLayout, KvPlane
+from maru_shm.layout import SKIP_BLOCK
+from maru_sidecar.transfer.base import Direction
+from maru_sidecar.transfer.cuda import CudaTarget, CudaTransfer
+from maru_sidecar.transfer.cuda_driver import CudaDriver
+from maru_sidecar.transfer.cuda_pinning import PinState
+
+CHUNKS, PER_CHUNK = 6, 4
+ALL = cases()
+
+
+def attach(transfer: CudaTransfer, process: KvProcess, case: KvCase) -> CudaTarget:
+    return transfer.attach(case.layout(process.allocate(*case.allocations)), process.peer)
+
+
+def offsets_for(case: KvCase, rng: np.random.Generator) -> np.ndarray:
+    """Slab places over several regions, none across a boundary."""
+    slab = PER_CHUNK * case.block_bytes
+    per_region = (REGION - 8192) // slab
+    places = [r * REGION + 8192 + i * slab for r in range(1, 9) for i in range(min(2, per_region))]
+    return np.array(places, np.uint64)[rng.permutation(len(places))[:CHUNKS]]
+
+
+def check_loads_and_stores(target: CudaTarget, process: KvProcess, pool: ShmPool, case: KvCase) -> None:
+    rng = np.random.default_rng(5)
+    size = PER_CHUNK * case.block_bytes
+    for seed, table in enumerate(block_tables(rng, case.num_blocks, CHUNKS, PER_CHUNK).values()):
+        offsets = offsets_for(case, rng)
+        pool.bytes[REGION : 10 * REGION] = random_bytes(1000 + seed, 9 * REGION)
+        wanted = process.fill(2000 + seed)  # poisoned: every byte outside the blocks must stay
+        for offset, blocks in zip(offsets, table, strict=True):
+            case.scatter(wanted, blocks, pool.bytes[int(offset) : int(offset) + size])
+        target.submit(Direction.LOAD, offsets, table).wait()
+        for got, want in zip(process.read(), wanted, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+        memory = process.fill(3000 + seed)
+        pool.bytes[REGION : 10 * REGION] = random_bytes(4000 + seed, 9 * REGION)
+        expected = pool.bytes[: 10 * REGION].copy()
+        for offset, blocks in zip(offsets, table, strict=True):
+            keep = np.repeat(blocks != SKIP_BLOCK, case.block_bytes)
+            expected[int(offset) : int(offset) + size][keep] = case.slab(memory, blocks)[keep]
+        target.submit(Direction.STORE, offsets, table).wait()
+        np.testing.assert_array_equal(pool.bytes[: 10 * REGION], expected)
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda c: c.name)
+def test_every_layout_arrives_byte_for_byte(
+    case: KvCase, transfer: CudaTransfer, engine_process: KvProcess, pool: ShmPool
+) -> None:
+    target = attach(transfer, engine_process, case)
+    assert transfer.pinning.join(60) is PinState.PINNED
+    check_loads_and_stores(target, engine_process, pool, case)
+
+
+@pytest.mark.parametrize("case", [ALL[0], ALL[3], ALL[9]], ids=lambda c: c.name)
+def test_an_unpinned_pool_arrives_byte_for_byte_too(case: KvCase, engine_process: KvProcess, pool: ShmPool) -> None:
+    transfer = CudaTransfer(pool.mapping, REGION, pin=False)
+    check_loads_and_stores(attach(transfer, engine_process, case), engine_process, pool, case)
+    transfer.close()
+
+
+@pytest.mark.parametrize("batch", [0, 1], ids=["copy-by-copy", "batch-of-cuda-12.8"])
+@pytest.mark.parametrize("case", [ALL[0], ALL[9]], ids=lambda c: c.name)
+def test_an_older_driver_s_calls_move_the_same_bytes(
+    case: KvCase, batch: int, engine_process: KvProcess, pool: ShmPool
+) -> None:
+    driver = CudaDriver()
+    driver.limit_batch(batch)
+    transfer = CudaTransfer(pool.mapping, REGION, driver=driver)
+    check_loads_and_stores(attach(transfer, engine_process, case), engine_process, pool, case)
+    transfer.close()
+
+
+def test_copies_race_registration_without_harm(engine_process: KvProcess, pool: ShmPool) -> None:
+    """The first copies run while the pool is being pinned: some pageable, some not, none across two registrations."""
+    case = ALL[0]
+    for _ in range(3):
+        transfer = CudaTransfer(pool.mapping, REGION)
+        check_loads_and_stores(attach(transfer, engine_process, case), engine_process, pool, case)
+        transfer.close()
+
+
+def test_two_workers_of_one_allocation_share_its_mapping(transfer: CudaTransfer, engine_process: KvProcess) -> None:
+    case = ALL[0]
+    layout = case.layout(engine_process.allocate(*case.allocations))
+    first, second = transfer.attach(layout, engine_process.peer), transfer.attach(layout, engine_process.peer)
+    first.close()
+    second.submit(Direction.STORE, np.array([REGION], np.uint64), np.zeros((1, 4), np.int32)).wait()
+    second.close()
+
+
+def test_an_exported_vmm_allocation_is_imported_by_its_descriptor(
+    transfer: CudaTransfer, engine_process: KvProcess, pool: ShmPool
+) -> None:
+    size = 4 << 20
+    region, fd = engine_process.call("vmm", size)
+    layout = KvLayout(size // 65536, 16, (KvPlane(0, 0, 65536, 65536),), (region,), "vmm")
+    target = transfer.attach(layout, engine_process.peer, [fd.detach()])
+    pool.bytes[REGION : REGION + size] = 0
+    table = np.arange(size // 65536, dtype=np.int32).reshape(1, -1)
+    target.submit(Direction.STORE, np.array([REGION], np.uint64), table).wait()
+    assert (pool.bytes[REGION : REGION + size] == 0x5A).all()
+
+
+def test_memory_without_an_ipc_handle_is_refused_by_name(engine_process: KvProcess) -> None:
+    assert "expandable_segments" in engine_process.call("refuse_expandable")
+
+
+def test_a_handle_that_is_no_longer_valid_is_refused_by_name(transfer: CudaTransfer, engine_process: KvProcess) -> None:
+    case = ALL[0]
+    layout = case.layout(engine_process.allocate(*case.allocations))
+    engine_process.allocate(4096)  # frees the first one
+    engine_process.call("allocate")
+    with pytest.raises(AttachRefused, match="cannot be imported"):
+        transfer.attach(layout, engine_process.peer)

@@ -1,0 +1,281 @@
+"""The CUDA driver's copy calls, emulated on host memory for machines without a GPU.
+
+:class:`EmulatedDriver` is the project's driver wrapper with the library underneath replaced: it decodes the very descriptors
+the driver would get. Streams run in order, and only when an event or stream is waited for: until then work is in flight. A copy
+that touches a byte outside the host window or outside one allocation fails the test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from maru_sidecar.transfer import cuda_driver as D
+from maru_sidecar.transfer.copy_shapes import COPY, Copies
+
+GPU = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+MAX_PITCH = (1 << 31) - 1
+
+
+def execute(copy: np.void, *, to_device: bool, check: Callable[[str, int, int], None]) -> None:
+    """Perform one :data:`COPY` as the hardware would, row by row; ``check(side, address, size)`` sees each row."""
+    width, height, depth = (int(copy[k]) for k in ("width", "height", "depth"))
+    assert width > 0
+    assert height > 0
+    assert depth > 0
+    for side in ("host", "device"):
+        assert width <= copy[f"{side}_row"] <= MAX_PITCH or height == depth == 1
+        assert height <= copy[f"{side}_layer"]
+    for z in range(depth):
+        for y in range(height):
+            host, device = (
+                int(copy[s]) + (z * int(copy[f"{s}_layer"]) + y) * int(copy[f"{s}_row"]) for s in ("host", "device")
+            )
+            check("host", host, width)
+            check("device", device, width)
+            ctypes.memmove(*((device, host) if to_device else (host, device)), width)
+
+
+@dataclass
+class _Stream:
+    pending: list[Callable[[], None]] = field(default_factory=list)
+    done: int = 0  #: operations that have run since the start
+    queued: int = 0
+
+
+class EmulatedDriver(D.CudaDriver):
+    """``batch``: which cuMemcpy3DBatchAsync there is (2, 1 or 0). ``fail``: call name → CUresult it returns from now on."""
+
+    def __init__(self, host: npt.NDArray[np.uint8], *, batch: int = 2) -> None:
+        self._calls = {name: getattr(self, name.removesuffix("_v2")) for name in D._CALLS}
+        self._calls["cuMemcpy3DBatchAsync_v2"] = self.batch_v2
+        self._calls["cuMemcpy3DBatchAsync"] = self.batch_v1
+        self._batch = batch
+        self.version = (12000, 12080, 13000)[batch]
+        self.host = host
+        self.fail: dict[str, int] = {}
+        self.allocations: dict[int, npt.NDArray[np.uint8]] = {}
+        self.handles: dict[bytes, int] = {}
+        self.opened: dict[int, int] = {}
+        self.mapped: dict[int, tuple[int, npt.NDArray[np.uint8]]] = {}
+        self.registered: dict[int, int] = {}
+        self.contexts = 0
+        self.resets = 0
+        self.streams: dict[int, _Stream] = {}
+        self.events: dict[int, tuple[_Stream, int]] = {}
+        self.batches: list[int] = []  #: descriptors of each batch call
+        self.hold = threading.Event()  #: clear: queries say "not ready" and waits block
+        self.hold.set()
+        self._run_lock = threading.Lock()
+        self._next = 0x1000
+
+    def _call(self, name: str, *arguments: object) -> None:
+        if name in self.fail:
+            raise self.error(name, self.fail[name])
+        super()._call(name, *arguments)
+
+    # --- what tests use -----------------------------------------------------------------------------------------------------
+    def allocate(self, size: int, fill: npt.NDArray[np.uint8] | None = None) -> tuple[bytes, npt.NDArray[np.uint8]]:
+        """An engine's allocation: ``(its 64-byte handle, its bytes)``."""
+        memory = np.zeros(size, np.uint8) if fill is None else fill
+        handle = len(self.handles).to_bytes(8, "little") * 8
+        self.allocations[memory.ctypes.data] = memory
+        self.handles[handle] = memory.ctypes.data
+        return handle, memory
+
+    def check(self, side: str, address: int, size: int) -> None:
+        spans = [(self.host.ctypes.data, self.host.nbytes)] if side == "host" else [
+            (a, self.allocations[a].nbytes) for a, n in self.opened.items() if n > 0
+        ]  # fmt: skip
+        assert any(a <= address and address + size <= a + n for a, n in spans), f"{side} copy outside: {address:#x}+{size}"
+
+    # --- the driver's side --------------------------------------------------------------------------------------------------
+    def _new(self) -> int:
+        self._next += 1
+        return self._next
+
+    def cuInit(self, _flags: int) -> int:
+        return 0
+
+    def cuDriverGetVersion(self, out: ctypes._CArgObject) -> int:
+        return 0
+
+    def cuGetErrorName(self, code: int, out: object) -> int:
+        out._obj.value = f"EMULATED_{code}".encode()  # type: ignore[attr-defined]
+        return 0
+
+    def cuDeviceGetCount(self, out: object) -> int:
+        return _put(out, 1)
+
+    def cuDeviceGet(self, out: object, ordinal: int) -> int:
+        return _put(out, ordinal)
+
+    def cuDeviceGetName(self, out: object, size: int, device: int) -> int:
+        return 0
+
+    def cuDeviceGetUuid(self, out: ctypes.Array[ctypes.c_char], device: int) -> int:
+        out.raw = bytes(range(16))
+        return 0
+
+    def cuDeviceGetAttribute(self, out: object, attribute: int, device: int) -> int:
+        return _put(out, MAX_PITCH)
+
+    def cuDevicePrimaryCtxSetFlags(self, device: int, flags: int) -> int:
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, out: object, device: int) -> int:
+        self.contexts += 1
+        return _put(out, self._new())
+
+    def cuDevicePrimaryCtxRelease(self, device: int) -> int:
+        self.contexts -= 1
+        return 0
+
+    def cuDevicePrimaryCtxReset(self, device: int) -> int:
+        self.resets += 1
+        self.fail.clear()
+        return 0
+
+    def cuCtxSetCurrent(self, context: int) -> int:
+        return 0
+
+    def cuCtxGetStreamPriorityRange(self, least: object, greatest: object) -> int:
+        return _put(greatest, -5)
+
+    def cuStreamCreateWithPriority(self, out: object, flags: int, priority: int) -> int:
+        stream = self._new()
+        self.streams[stream] = _Stream()
+        return _put(out, stream)
+
+    def cuStreamDestroy(self, stream: int) -> int:
+        del self.streams[stream]
+        return 0
+
+    def cuStreamSynchronize(self, stream: int) -> int:
+        self.hold.wait()
+        return self._run(self.streams[stream], self.streams[stream].queued)
+
+    def cuEventCreate(self, out: object, flags: int) -> int:
+        event = self._new()
+        self.events[event] = (_Stream(), 0)
+        return _put(out, event)
+
+    def cuEventDestroy(self, event: int) -> int:
+        del self.events[event]
+        return 0
+
+    def cuEventRecord(self, event: int, stream: int) -> int:
+        self.events[event] = (self.streams[stream], self.streams[stream].queued)
+        return 0
+
+    def cuEventQuery(self, event: int) -> int:
+        return self._run(*self.events[event]) if self.hold.is_set() else D.NOT_READY
+
+    def cuEventSynchronize(self, event: int) -> int:
+        self.hold.wait()
+        return self._run(*self.events[event])
+
+    def _run(self, stream: _Stream, until: int) -> int:
+        with self._run_lock:
+            while stream.done < until:
+                stream.pending.pop(0)()
+                stream.done += 1
+        return 0
+
+    def cuMemHostRegister(self, address: int, size: int, flags: int) -> int:
+        if "cuMemHostRegister" in self.fail:
+            return self.fail["cuMemHostRegister"]
+        self.registered[address] = size
+        return 0
+
+    def cuMemHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+    def cuIpcOpenMemHandle(self, out: object, handle: ctypes.Structure, flags: int) -> int:
+        address = self.handles.get(bytes(handle))
+        if address is None:
+            return D.MAP_FAILED
+        assert self.opened.get(address, 0) == 0, "a handle is opened once per process"
+        self.opened[address] = 1
+        return _put(out, address)
+
+    def cuIpcCloseMemHandle(self, address: int) -> int:
+        self.opened[address] -= 1
+        return 0
+
+    def cuMemGetAddressRange(self, base: object, size: object, address: int) -> int:
+        _put(size, self.allocations[address].nbytes)
+        return _put(base, address)
+
+    def cuMemImportFromShareableHandle(self, out: object, fd: int, kind: int) -> int:
+        return _put(out, fd)
+
+    def cuMemRelease(self, handle: int) -> int:
+        return 0
+
+    def cuMemAddressReserve(self, out: object, size: int, alignment: int, at: int, flags: int) -> int:
+        memory = np.zeros(size, np.uint8)
+        self.allocations[memory.ctypes.data] = memory
+        return _put(out, memory.ctypes.data)
+
+    def cuMemAddressFree(self, address: int, size: int) -> int:
+        return 0
+
+    def cuMemMap(self, address: int, size: int, offset: int, handle: int, flags: int) -> int:
+        self.opened[address] = 1
+        return 0
+
+    def cuMemUnmap(self, address: int, size: int) -> int:
+        self.opened[address] = 0
+        return 0
+
+    def cuMemSetAccess(self, address: int, size: int, access: object, count: int) -> int:
+        return 0
+
+    def cuMemcpy3DAsync(self, at: int, stream: int) -> int:
+        raw = np.frombuffer(ctypes.string_at(at, D.MEMCPY3D.itemsize), D.MEMCPY3D)[0].copy()
+        to_device = bool(raw["src"]["type"] == 1)
+        host, device = (raw["src"], raw["dst"]) if to_device else (raw["dst"], raw["src"])
+        assert (host["type"], device["type"]) == (1, 2)
+        sides = ((side[name], side["pitch"], side["layer"]) for side, name in ((host, "host"), (device, "device")))
+        self._queue(stream, raw, *sides, to_device=to_device)
+        return 0
+
+    def batch_v1(self, n: int, at: int, failed: object, flags: int, stream: int) -> int:
+        return self.batch_v2(n, at, flags, stream)
+
+    def batch_v2(self, n: int, at: int, flags: int, stream: int) -> int:
+        self.batches.append(n)
+        raw = np.frombuffer(ctypes.string_at(at, n * D.BATCH_OP.itemsize), D.BATCH_OP).copy()
+        for op in raw:
+            assert op["order"] == 1
+            assert op["src"]["type"] == op["dst"]["type"] == 1
+            to_device = bool(op["src"]["location"] == 2)
+            host, device = (op["src"], op["dst"]) if to_device else (op["dst"], op["src"])
+            assert device["location"] == 1
+            self._queue(stream, op, *((s["ptr"], s["row"], s["layer"]) for s in (host, device)), to_device=to_device)
+        return 0
+
+    def _queue(
+        self, stream: int, raw: np.void, host: tuple[int, int, int], device: tuple[int, int, int], *, to_device: bool
+    ) -> None:
+        copy: Copies = np.zeros(1, COPY)
+        for k in ("width", "height", "depth"):
+            copy[k] = raw[k]
+        for side, (pointer, row, layer) in (("host", host), ("device", device)):
+            copy[side], copy[f"{side}_row"], copy[f"{side}_layer"] = pointer, row, layer
+        queue = self.streams[stream]
+        queue.pending.append(lambda: execute(copy[0], to_device=to_device, check=self.check))
+        queue.queued += 1
+
+
+def _put(out: object, value: int) -> int:
+    """Store through what ctypes.byref gave."""
+    out._obj.value = value  # type: ignore[attr-defined]
+    return 0

@@ -1,0 +1,85 @@
+"""The connector's options: names, aliases, types, and what is said about a wrong one."""
+
+from __future__ import annotations
+
+import pytest
+
+from maru_connector.options import check_chunk, parse_options
+from maru_shm.errors import ConfigError
+
+
+def test_nothing_set_gives_the_documented_defaults() -> None:
+    options = parse_options(None)
+    assert (options.chunk_tokens, options.deferred_load, options.write_behind) == (256, True, True)
+    assert options.layerwise_overlap is None
+
+
+def test_the_socket_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARU_SOCKET", "/somewhere/control.sock")
+    assert parse_options({}).socket == "/somewhere/control.sock"
+    assert parse_options({"maru.socket": "/else.sock"}).socket == "/else.sock"
+
+
+def test_values_are_taken_as_json_or_as_text() -> None:
+    options = parse_options({"maru.chunk_tokens": "128", "maru.write_behind": "false", "maru.load_timeout_s": 5})
+    assert (options.chunk_tokens, options.write_behind, options.load_timeout_s) == (128, False, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("alias", "field"),
+    [
+        ("maru_async_load", "deferred_load"),
+        ("maru_enable_deferred_loading", "deferred_load"),
+        ("maru_async_store", "write_behind"),
+        ("maru_enable_write_behind", "write_behind"),
+        ("maru_overlap_load_with_compute", "layerwise_overlap"),
+        ("maru_enable_layerwise_overlap", "layerwise_overlap"),
+    ],
+)
+def test_the_in_engine_connectors_flags_still_work(alias: str, field: str) -> None:
+    assert getattr(parse_options({alias: False}), field) is False
+
+
+def test_its_settings_that_moved_to_the_sidecar_are_listed_not_refused() -> None:
+    options = parse_options({"maru_pool_size": "4G", "maru_kv_chunk_tokens": 512})
+    assert options.ignored == ("maru_pool_size",)
+    assert options.chunk_tokens == 512
+
+
+def test_an_unknown_option_names_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"'maru\.chunk_token'.*did you mean maru\.chunk_tokens"):
+        parse_options({"maru.chunk_token": 256})
+
+
+def test_other_peoples_keys_are_left_alone() -> None:
+    assert parse_options({"lmcache.config": "x", "engine": 3}) == parse_options({})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("maru.chunk_tokens", 0),
+        ("maru.chunk_tokens", 2.5),
+        ("maru.chunk_tokens", "many"),
+        ("maru.chunk_tokens", True),
+        ("maru.deferred_load", "perhaps"),
+        ("maru.socket", ""),
+        ("maru.load_timeout_s", -1),
+        ("maru.load_timeout_s", float("nan")),
+        ("maru.max_pinned_share", 1.5),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=key):
+        parse_options({key: value})
+
+
+def test_an_option_set_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        parse_options({"maru.deferred_load": True, "maru_async_load": False})
+
+
+def test_a_chunk_is_a_whole_number_of_blocks() -> None:
+    check_chunk(parse_options({}), 16)
+    with pytest.raises(ConfigError, match=r"e\.g\. 384"):
+        check_chunk(parse_options({}), 96 * 2)
