@@ -2,7 +2,7 @@
 
 Run on a machine with an NVIDIA GPU and torch, from the repository root::
 
-    python bench/copy_bandwidth.py [--quick] [--json FILE]
+    python bench/copy_bandwidth.py [--quick] [--pieces 64,16] [--shm DIRECTORY] [--json FILE]
 
 A second process owns the KV cache (32 layers, layer-outermost, one buffer), this one is the sidecar. Each row is one prompt of
 1,024 blocks: wall-clock GB/s, the share of the flat figure of the same run, descriptors, and CPU milliseconds spent planning
@@ -43,9 +43,11 @@ POOL = 2 * BLOCKS * BLOCK + BLOCK
 Table = npt.NDArray[np.int32]
 
 
-def layout_of(region: KvRegion, num_blocks: int, piece: int) -> KvLayout:
-    planes = tuple(KvPlane(0, i * num_blocks * piece, piece, piece, i) for i in range(LAYERS))
-    return KvLayout(num_blocks, 16, planes, (region,), "bench")
+def layout_of(regions: list[KvRegion], num_blocks: int, piece: int) -> KvLayout:
+    """All layers in one region, or one region each."""
+    step = num_blocks * piece if len(regions) == 1 else 0
+    planes = tuple(KvPlane(min(i, len(regions) - 1), i * step, piece, piece, i) for i in range(LAYERS))
+    return KvLayout(num_blocks, 16, planes, tuple(regions), "bench")
 
 
 def tables(num_blocks: int) -> dict[str, Table]:
@@ -93,30 +95,35 @@ def best(run: Callable[[], None], repeats: int) -> float:
 
 
 class Bench:
-    def __init__(self, *, quick: bool) -> None:
+    def __init__(self, *, quick: bool, directory: str) -> None:
         self.repeats = 3 if quick else 7
         self.quick = quick
         self.process = KvProcess()
-        self.pool = ShmPool(POOL)
+        self.pool = ShmPool(POOL, directory)
         self.pool.bytes[:: 1 << 12] = 1
         self.transfer = CudaTransfer(self.pool.mapping, POOL)  # one registration: slabs here are neighbours throughout
         self.rows: list[dict[str, object]] = []
 
     def flat(self, target: CudaTarget, direction: Direction, nbytes: int) -> float:
-        """GB/s of plain cuMemcpyHtoDAsync/DtoHAsync over the same memory."""
+        """GB/s of plain cuMemcpyHtoDAsync/DtoHAsync over the same memory, in parts where an allocation is smaller."""
         device, driver = target.device, target.device.driver
         library = driver._lib
         lane = device._lanes[direction]
         gpu = ctypes.c_uint64(target.planner.plan(np.zeros(1, np.uint64), np.zeros((1, 1), np.int32))["device"][0])
-        host, size, stream = ctypes.c_void_p(self.pool.mapping.address), ctypes.c_size_t(nbytes), ctypes.c_void_p(lane.stream)
+        base, size = driver.allocation_range(gpu.value)
+        part = min(nbytes, base + size - gpu.value)
+        stream = ctypes.c_void_p(lane.stream)
         event = driver.create_event()
 
         def run() -> None:
-            if direction is Direction.LOAD:
-                code = library.cuMemcpyHtoDAsync_v2(gpu, host, size, stream)
-            else:
-                code = library.cuMemcpyDtoHAsync_v2(host, gpu, size, stream)
-            assert code == 0, code
+            for at in range(0, nbytes, part):
+                host = ctypes.c_void_p(self.pool.mapping.address + at)
+                count = ctypes.c_size_t(min(part, nbytes - at))
+                if direction is Direction.LOAD:
+                    code = library.cuMemcpyHtoDAsync_v2(gpu, host, count, stream)
+                else:
+                    code = library.cuMemcpyDtoHAsync_v2(host, gpu, count, stream)
+                assert code == 0, code
             driver.record_event(event, lane.stream)
             driver.wait_event(event)
 
@@ -128,15 +135,15 @@ class Bench:
         self.rows.append(values)
         print("  ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()), flush=True)
 
-    def attach(self, num_blocks: int, piece: int) -> CudaTarget:
-        (region,) = self.process.allocate(LAYERS * num_blocks * piece)
-        target = self.transfer.attach(layout_of(region, num_blocks, piece), self.process.peer)
+    def attach(self, num_blocks: int, piece: int, *, allocations: int = 1) -> CudaTarget:
+        regions = self.process.allocate(*[LAYERS * num_blocks * piece // allocations] * allocations)
+        target = self.transfer.attach(layout_of(regions, num_blocks, piece), self.process.peer)
         state = self.transfer.pinning.join(300)
         assert state.value == "pinned", state
         return target
 
-    def measure(self, piece: int, num_blocks: int, note: str = "") -> None:
-        target = self.attach(num_blocks, piece)
+    def measure(self, piece: int, num_blocks: int, note: str = "", *, allocations: int = 1) -> None:
+        target = self.attach(num_blocks, piece, allocations=allocations)
         nbytes = BLOCKS * LAYERS * piece
         offsets = np.arange(BLOCKS // PER_CHUNK, dtype=np.uint64) * np.uint64(PER_CHUNK * LAYERS * piece)
         for direction in Direction:
@@ -216,9 +223,9 @@ class Bench:
         self.pool.close()
 
 
-def shapes(*, quick: bool) -> Iterator[tuple[int, int, str]]:
-    for kib in (64, 32, 16, 8):
-        yield kib << 10, 4096 * (64 // kib), ""
+def shapes(pieces: list[int], *, quick: bool) -> Iterator[tuple[int, int, str]]:
+    for kib in pieces:
+        yield kib << 10, 4685 * (64 // kib), ""
     if not quick:
         yield 65536, 46000, "layer stride 2.8 GiB"
 
@@ -226,14 +233,21 @@ def shapes(*, quick: bool) -> Iterator[tuple[int, int, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, no cache of 96 GiB")
+    parser.add_argument("--pieces", default="64,32,16,8", help="piece sizes in KiB")
+    parser.add_argument("--shm", default="/dev/shm", help="tmpfs that holds the pool (one mounted with huge=always, say)")
+    parser.add_argument("--only-pieces", action="store_true", help="nothing but those rows")
     parser.add_argument("--json", type=Path, help="write all rows there")
     options = parser.parse_args()
-    bench = Bench(quick=options.quick)
+    pieces = [int(kib) for kib in options.pieces.split(",")]
+    bench = Bench(quick=options.quick, directory=options.shm)
     try:
-        for shape in shapes(quick=options.quick):
+        for shape in shapes(pieces, quick=options.quick):
             bench.measure(*shape)
-        bench.duplex(65536, 4096)
-        bench.interference(65536, 4096)
+        if not options.only_pieces:
+            for kib in (64, 16):
+                bench.measure(kib << 10, 4685 * (64 // kib), "an allocation per layer", allocations=LAYERS)
+            bench.duplex(65536, 4685)
+            bench.interference(65536, 4685)
     finally:
         bench.close()
         if options.json:

@@ -42,6 +42,7 @@ class RequestState:
     phase: Phase = Phase.ACTIVE
     lookup: Lookup | None = None
     may_look_up: bool = True  #: False after a failed load, a lookup that was not answered, or by the request's own wish
+    preemptions: int = 0  #: as of the last time it was asked about
     known_hits: int = -1  #: leading chunks the last answered lookup found, -1 before the first
     claimed_from: int = 0  #: local tokens under the hit that was claimed last
     job: LoadJob | None = None

@@ -99,6 +99,9 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is None or not state.may_look_up or state.phase is not Phase.ACTIVE:
             return _MISS
+        if request.num_preemptions != state.preemptions:
+            state.preemptions = request.num_preemptions
+            state.known_hits = -1  # asked again with what it generated, and part of that is stored by now
         size = self.options.chunk_tokens
         chunks = request.num_tokens // size
         if num_computed % self._block_tokens or chunks * size - num_computed < max(1, self.options.min_hit_tokens):
@@ -229,7 +232,7 @@ class SchedulerHalf:
             keys=bytes(state.keys.keys[first * L.KEY_BYTES : last * L.KEY_BYTES]),
             blocks=row.tobytes(),
             depth=first,
-            fence=int(self._last_use[row[take]].max(initial=0)),
+            fence=0,  # known when the step is built: this step's preemptions count
             lease=lookup.ticket,
             lease_session=lookup.session.id,
             generation=lookup.session.generation,
@@ -259,6 +262,9 @@ class SchedulerHalf:
         meta = StepMetadata(self._step, bool(scheduled))
         if self._loads:
             meta.loads, self._loads = self._loads, []
+            for job in meta.loads:
+                ids = np.frombuffer(job.blocks, dtype="<i4")
+                job.fence = int(self._last_use[ids[ids != L.SKIP_BLOCK]].max(initial=0))
         if self._stores:
             meta.stores, self._stores = self._stores, []
         if self._cancels:
@@ -274,7 +280,6 @@ class SchedulerHalf:
             if state is not None:
                 self._blocks_freed(state, state.block_ids)
                 state.block_ids = []
-                state.known_hits = -1  # asked again, with what it generated, and part of that is stored by now
         for new in output.scheduled_new_reqs:
             state = requests.get(new.req_id)
             if state is not None:

@@ -59,6 +59,7 @@ class WorkerHalf:
         self._make_fence = make_fence
         self._fence: StepFence | None = None
         self._fence_step = 0  #: last step whose work was launched
+        self._loaded_step = 0  #: last step whose loads were posted
         self._posted_step = 0  #: last step whose stores were posted
         self._loads: dict[str, _Live[LoadJob]] = {}
         self._stores: dict[int, _Live[StoreJob]] = {}
@@ -102,7 +103,10 @@ class WorkerHalf:
 
     # --- loads ------------------------------------------------------------------------------------------------------------
     def start_loads(self, meta: StepMetadata) -> None:
-        """Post this step's loads and cancel those whose requests were aborted. Called once or more per step."""
+        """Post this step's loads and cancel those whose requests were aborted. Once per step, later calls do nothing."""
+        if meta.step <= self._loaded_step:
+            return
+        self._loaded_step = meta.step
         for request_id in meta.cancel_loads:
             load = self._loads.get(request_id)
             if load is not None:
@@ -110,12 +114,11 @@ class WorkerHalf:
         if not meta.loads:
             return
         session = self._session()
-        jobs, meta.loads = meta.loads, []
-        for job in jobs:
+        for job in meta.loads:
             self._post_load(session, job)
         if session is not None:
             session.flush()
-        if any(job.synchronous for job in jobs):
+        if any(job.synchronous for job in meta.loads):
             self._wait_for(lambda: not self._loads, self.options.load_timeout_s + 1.0, self._poll_loads)
 
     def _post_load(self, session: Session | None, job: LoadJob) -> None:

@@ -131,7 +131,9 @@ def print_table(rows: list[Row], bytes_per_token: float) -> None:
     widths = [max(len(line[i]) for line in table) for i in range(len(heads))]
     print()
     for line in table:
-        print("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))))
+        print(
+            "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+        )
     cold, warm = sum(r.cold["ttft_s"] for r in rows), sum(r.warm["ttft_s"] for r in rows)
     same = sum(row.cold["tokens"] == row.warm["tokens"] for row in rows)
     print(f"\nTTFT over all prompts: {cold:.2f} s cold, {warm:.2f} s warm, {cold / warm:.1f} times faster")

@@ -98,7 +98,18 @@ class Sidecar:
         self.log = directory / "sidecar.log"
         with open(self.log, "ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "maru_sidecar", "run", "--socket", self.socket, "--pool-path", pool, "--pool-size", size],
+                [
+                    sys.executable,
+                    "-m",
+                    "maru_sidecar",
+                    "run",
+                    "--socket",
+                    self.socket,
+                    "--pool-path",
+                    pool,
+                    "--pool-size",
+                    size,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

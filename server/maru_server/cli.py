@@ -20,7 +20,7 @@ from maru_server.cluster import Settings
 from maru_server.connection import DEFAULT_ENDPOINT, default_endpoint
 from maru_server.memory import MemoryBackend
 from maru_server.render import Format, Row, render, rows_of
-from maru_server.server import Server, run_until_signalled
+from maru_server.server import Server, stop_on_signals
 from maru_shm.errors import ConfigError, MaruError
 from maru_shm.layout import KEY_BYTES
 
@@ -110,10 +110,11 @@ def run(
     server = Server(
         _backend(store, settings, prefix, state_dir), settings, listen or (DEFAULT_ENDPOINT,), read_token(token_file)
     )
+    stop_on_signals(server)  # before anybody is told that it runs
     for endpoint in server.endpoints:
         click.echo(f"listening on {endpoint}")
     sys.stdout.flush()
-    run_until_signalled(server)
+    server.run()
 
 
 def _backend(store: str, settings: Settings, prefix: str, state_dir: str | None) -> Backend:

@@ -30,11 +30,13 @@ import msgspec
 
 from maru_server import protocol as P
 from maru_server.errors import ServerRefused
+from maru_server.places import ReadableMask
 from maru_server.protocol import ClaimResult, ClaimVerdict, ErrorCode, GrantInfo, GrantState, MemberState, Region
 
 OPS_REMEMBERED = 16  #: idempotency window of a member; a client has one allocation in flight
 READABLE = (GrantState.GRANTED, GrantState.PROVISIONAL, GrantState.ORPHANED)
 _TOKENS_PER_MS = 1 << 20  # epochs are ms since 1970, so tokens of a later epoch are larger
+EPOCH_END = (1 << 63) // _TOKENS_PER_MS  #: in the year 2248 tokens would leave 63 bits
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -150,8 +152,17 @@ class Cluster:
     def __init__(self, state: ClusterState, settings: Settings) -> None:
         self.state = state
         self.settings = settings
+        self.readable = ReadableMask([g.id for g in state.grants.values() if g.state in READABLE])
         self._by_region = {(g.device, g.region): g.id for g in state.grants.values()}
-        self._free: dict[bytes, list[int]] = {}
+        self._waiting = {g.id for g in state.grants.values() if g.state in (GrantState.ORPHANED, GrantState.DRAINING)}
+        self._held: dict[str, set[int]] = {key: set() for key in state.members}  # grants a member may write
+        for g in state.grants.values():
+            if g.id not in self._waiting:
+                self._held[member_key(g.node, g.incarnation)].add(g.id)
+        self._free: dict[bytes, list[int]] = {}  # heaps; an index in them may have been claimed meanwhile
+        self._n_free = {d: v.n_regions - v.first for d, v in state.devices.items()}
+        for g in state.grants.values():
+            self._n_free[g.device] -= 1
 
     # --- members ---------------------------------------------------------------------------------------------------------
     def join(self, hello: P.Hello) -> str:
@@ -179,6 +190,7 @@ class Cluster:
                 if hello.predecessor is P.Predecessor.ENDED:
                     self.end_member(old_key)
         s.members[key] = Member(node, incarnation, hello.label)
+        self._held[key] = set()
         s.last_incarnation[node] = incarnation
         return key
 
@@ -196,9 +208,10 @@ class Cluster:
         member = self.state.members.pop(key, None)
         if member is None:
             return False
-        for grant in self.state.grants.values():
-            if self._holds(grant, member) and grant.state in (GrantState.GRANTED, GrantState.PROVISIONAL):
-                grant.state = GrantState.ORPHANED
+        held = self._held.pop(key)
+        for i in held:
+            self.state.grants[i].state = GrantState.ORPHANED
+        self._waiting |= held
         return True
 
     @staticmethod
@@ -212,6 +225,7 @@ class Cluster:
             if len(self.state.devices) >= self.settings.max_devices:
                 raise ServerRefused(ErrorCode.LIMIT, f"{len(self.state.devices)} devices already", "raise max_devices")
             self.state.devices[m.device] = Device(m.n_regions, m.region_bytes, m.first, m.label)
+            self._n_free[m.device] = m.n_regions - m.first
         elif (known.n_regions, known.region_bytes, known.first) != (m.n_regions, m.region_bytes, m.first):
             raise ServerRefused(
                 ErrorCode.DEVICE_MISMATCH,
@@ -220,13 +234,15 @@ class Cluster:
                 "use the same region size on every node",
             )
 
-    def _free_list(self, device: bytes) -> list[int]:
+    def _take_lowest(self, device: bytes) -> int:
+        """The lowest free region of a device that has one."""
         free = self._free.get(device)
         if free is None:
             d = self.state.devices[device]
-            free = [i for i in range(d.first, d.n_regions) if (device, i) not in self._by_region]  # sorted is a heap
-            self._free[device] = free
-        return free
+            free = self._free[device] = list(range(d.first, d.n_regions))  # sorted is a heap
+        while (device, (index := heapq.heappop(free))) in self._by_region:
+            pass
+        return index
 
     def alloc(self, key: str, m: P.AllocRegions) -> list[GrantInfo]:
         """Grant free regions, all or none, lowest index first on the first device that has one."""
@@ -243,19 +259,18 @@ class Cluster:
         if m.device and m.device not in s.devices:
             raise ServerRefused(ErrorCode.UNKNOWN_DEVICE, f"device {m.device.hex()} is not known", "add it first")
         devices = [m.device] if m.device else list(s.devices)
-        if sum(len(self._free_list(d)) for d in devices) < m.count:
+        n_free = sum(self._n_free[d] for d in devices)
+        if n_free < m.count:
             raise ServerRefused(
                 ErrorCode.NO_SPACE,
-                f"{m.count} regions asked, {sum(len(self._free_list(d)) for d in devices)} free of "
-                f"{sum(s.devices[d].n_regions - s.devices[d].first for d in devices)}",
+                f"{m.count} regions asked, {n_free} free of {sum(s.devices[d].n_regions - s.devices[d].first for d in devices)}",
                 "free regions, wait for a dead node's to be reaped, or add a device",
                 self.settings.heartbeat_ms,
             )
         granted: list[Grant] = []
         for device in devices:
-            free = self._free_list(device)
-            while free and len(granted) < m.count:
-                granted.append(self._grant(member, device, heapq.heappop(free), m.slab_bytes))
+            while self._n_free[device] and len(granted) < m.count:
+                granted.append(self._grant(member, device, self._take_lowest(device), m.slab_bytes))
         member.ops[m.op] = [g.id for g in granted]
         while len(member.ops) > OPS_REMEMBERED:
             del member.ops[next(iter(member.ops))]
@@ -282,6 +297,9 @@ class Cluster:
         s.next_grant += 1
         s.grants[grant.id] = grant
         self._by_region[device, region] = grant.id
+        self._held[member_key(member.node, member.incarnation)].add(grant.id)
+        self._n_free[device] -= 1
+        self.readable.add(grant.id)
         s.last_token[_region_key(device, region)] = grant.token
         return grant
 
@@ -295,8 +313,15 @@ class Cluster:
                 n += 1
         return n
 
+    def _withdraw(self, grant: Grant) -> None:
+        """From now on its keys are not found and its holder may not register."""
+        self.readable.discard(grant.id)
+        self._held.get(member_key(grant.node, grant.incarnation), set()).discard(grant.id)
+
     def _drain(self, grant: Grant) -> None:
+        self._withdraw(grant)
         grant.state = GrantState.DRAINING
+        self._waiting.add(grant.id)
         self.state.unswept.append(grant.id)
 
     def _end_grant(self, grant: Grant) -> None:
@@ -304,7 +329,10 @@ class Cluster:
         del s.grants[grant.id]
         if grant.state is not GrantState.DRAINING:
             s.unswept.append(grant.id)
+        self._withdraw(grant)
+        self._waiting.discard(grant.id)
         del self._by_region[grant.device, grant.region]
+        self._n_free[grant.device] += 1
         if grant.device in self._free:
             heapq.heappush(self._free[grant.device], grant.region)
 
@@ -327,6 +355,8 @@ class Cluster:
             return ClaimResult(ClaimVerdict.LOST)
         if grant.state is GrantState.ORPHANED:  # same grant id, so its keys stay where they are
             grant.incarnation, grant.token, grant.state = member.incarnation, self._token(), GrantState.GRANTED
+            self._waiting.discard(grant.id)
+            self._held[member_key(member.node, member.incarnation)].add(grant.id)
             s.last_token[_region_key(r.device, r.index)] = grant.token
         elif not self._holds(grant, member):
             return ClaimResult(ClaimVerdict.WAIT)
@@ -337,10 +367,6 @@ class Cluster:
         s = self.state
         if s.last_token.get(_region_key(r.device, r.index), 0) > r.token:
             return ClaimResult(ClaimVerdict.LOST)  # granted to someone else since, even if free again
-        free = self._free_list(r.device)
-        if r.index in free:
-            free.remove(r.index)
-            heapq.heapify(free)
         if s.hold:
             s.next_token = max(s.next_token, r.token)
             grant = self._grant(member, r.device, r.index, slab_bytes, token=r.token, state=GrantState.PROVISIONAL)
@@ -364,7 +390,8 @@ class Cluster:
             count = beats.get(key, 0)
             if age(("member", s.epoch, key), count) >= t.silence_ms:
                 due.dead[key] = count
-        for grant in s.grants.values():
+        for i in self._waiting:
+            grant = s.grants[i]
             if grant.state is GrantState.ORPHANED and age(("orphan", s.epoch, grant.id), grant.token) >= t.reap_ms:
                 due.reap.append(grant.id)
             elif grant.state is GrantState.DRAINING:
@@ -392,17 +419,10 @@ class Cluster:
         return ended
 
     # --- views -----------------------------------------------------------------------------------------------------------
-    def readable_ids(self) -> list[int]:
-        return [g.id for g in self.state.grants.values() if g.state in READABLE]
-
     def writable_ids(self, key: str) -> set[int]:
-        """Grants whose places this member may register."""
-        member = self.member(key)
-        return {
-            g.id
-            for g in self.state.grants.values()
-            if self._holds(g, member) and g.state in (GrantState.GRANTED, GrantState.PROVISIONAL)
-        }
+        """Grants whose places this member may register; not to be changed by the caller."""
+        self.member(key)
+        return self._held[key]
 
     def infos(self, ids: set[int]) -> list[GrantInfo]:
         grants = self.state.grants
@@ -411,9 +431,8 @@ class Cluster:
     def nodes(self, keys_of: Callable[[int], int], silent_ms: Callable[[str], int]) -> list[P.NodeInfo]:
         out = []
         for key, m in self.state.members.items():
-            mine = [g for g in self.state.grants.values() if self._holds(g, m)]
-            keys = sum(keys_of(g.id) for g in mine)
-            out.append(P.NodeInfo(m.node, m.incarnation, m.state, m.label, len(mine), keys, silent_ms(key)))
+            mine = self._held[key]
+            out.append(P.NodeInfo(m.node, m.incarnation, m.state, m.label, len(mine), sum(map(keys_of, mine)), silent_ms(key)))
         return out
 
     def regions(self, keys_of: Callable[[int], int]) -> list[P.RegionInfo]:
@@ -432,14 +451,18 @@ class Cluster:
         ]
 
     def usage(self, keys_of: Callable[[int], int]) -> list[P.UsageRow]:
+        devices: dict[bytes, list[Grant]] = {d: [] for d in self.state.devices}
+        nodes: dict[str, list[Grant]] = {m.node: [] for m in self.state.members.values()}
+        for grant in self.state.grants.values():
+            devices[grant.device].append(grant)
+            nodes.setdefault(grant.node, []).append(grant)
         rows = []
-        for device, d in self.state.devices.items():
-            mine = [g for g in self.state.grants.values() if g.device == device]
-            rows.append(self._usage_row("device", device.hex(), mine, keys_of, (d.n_regions - d.first) * d.region_bytes))
-        for node in sorted({g.node for g in self.state.grants.values()} | {m.node for m in self.state.members.values()}):
-            mine = [g for g in self.state.grants.values() if g.node == node]
-            capacity = sum(self.state.devices[g.device].region_bytes for g in mine)
-            rows.append(self._usage_row("node", node, mine, keys_of, capacity))
+        for device, grants in devices.items():
+            d = self.state.devices[device]
+            rows.append(self._usage_row("device", device.hex(), grants, keys_of, (d.n_regions - d.first) * d.region_bytes))
+        for node, grants in sorted(nodes.items()):
+            capacity = sum(self.state.devices[g.device].region_bytes for g in grants)
+            rows.append(self._usage_row("node", node, grants, keys_of, capacity))
         return rows
 
     @staticmethod

@@ -16,11 +16,13 @@ import msgspec
 import numpy as np
 
 from maru_server import protocol as P
-from maru_server.backend import Keys, ReadableMask, Table, grant_ids
-from maru_server.cluster import Cluster, ClusterState, Observer, Settings
+from maru_server.backend import Keys, Table
+from maru_server.cluster import EPOCH_END, Cluster, ClusterState, Observer, Settings
 from maru_server.errors import ServerRefused
 from maru_server.lease import boottime_ns
+from maru_server.places import grant_ids
 from maru_server.protocol import ErrorCode, Outcome
+from maru_shm.errors import ConfigError
 
 _SHARDS = 256
 _SWEEP_BUDGET_NS = 2_000_000  # per tick, so that a lookup never waits longer for a sweep
@@ -36,12 +38,15 @@ class _Pin(msgspec.Struct):
 
 
 def load_epoch(path: str | None) -> int:
-    """The last epoch a server wrote here, 0 if none."""
+    """The last epoch a server wrote here, 0 if none. Raises :class:`ConfigError` for a file that holds no epoch."""
     try:
         with open(path or "", encoding="ascii") as f:
-            return int(f.read(32) or 0)
-    except (FileNotFoundError, ValueError):
+            text = f.read(32).strip()
+    except FileNotFoundError:
         return 0
+    if not text.isdigit() or int(text) >= EPOCH_END:
+        raise ConfigError(f"{path} holds {text!r}, not an epoch (ms since 1970)", "remove it; then clocks must not go back")
+    return int(text)
 
 
 def store_epoch(path: str, epoch: int) -> None:
@@ -77,8 +82,7 @@ class MemoryBackend:
         self._observer = Observer()
         self._beats: dict[str, int] = {}
         self._seen_ns: dict[str, int] = {}
-        self._writable: dict[str, set[int]] = {}
-        self._readable = ReadableMask()
+        self._readable = self._cluster.readable
         self._tables: dict[Table, _Shards] = {}
         self._n_keys = 0
         self._keys_of: Counter[int] = Counter()  # per grant, stale entries included until swept
@@ -100,11 +104,6 @@ class MemoryBackend:
     def close(self) -> None:
         self._tables.clear()
 
-    def _changed(self) -> None:
-        """After any change to grants or members."""
-        self._readable = ReadableMask(self._cluster.readable_ids())
-        self._writable.clear()
-
     # --- time ------------------------------------------------------------------------------------------------------------
     def tick(self) -> None:
         now = boottime_ns()
@@ -115,7 +114,6 @@ class MemoryBackend:
             for member in self._cluster.apply(due):
                 self._forget_member(member)
                 self._counts["nodes_died"] += 1
-            self._changed()
         if self._sweep is None and self._cluster.state.unswept:
             self._sweep = self._sweep_once()
         if self._sweep is not None:
@@ -147,7 +145,6 @@ class MemoryBackend:
         for gone in before - self._cluster.state.members.keys():
             self._forget_member(gone)
         self._beat(member)
-        self._changed()
         return member
 
     def _beat(self, member: str) -> None:
@@ -158,7 +155,6 @@ class MemoryBackend:
         self._cluster.member(member)
         self._cluster.end_member(member)
         self._forget_member(member)
-        self._changed()
 
     def _forget_member(self, member: str) -> None:
         self._beats.pop(member, None)
@@ -174,29 +170,17 @@ class MemoryBackend:
         self._cluster.add_device(m)
 
     def alloc(self, member: str, m: P.AllocRegions) -> list[P.GrantInfo]:
-        grants = self._cluster.alloc(member, m)
-        self._changed()
-        return grants
+        return self._cluster.alloc(member, m)
 
     def free(self, member: str, regions: list[P.Region]) -> int:
-        n = self._cluster.free(member, regions)
-        self._changed()
-        return n
+        return self._cluster.free(member, regions)
 
     def claim(self, member: str, m: P.ClaimRegions) -> list[P.ClaimResult]:
-        results = self._cluster.claim(member, m)
-        self._changed()
-        return results
+        return self._cluster.claim(member, m)
 
     # --- directory --------------------------------------------------------------------------------------------------------
-    def _writable_ids(self, member: str) -> set[int]:
-        ids = self._writable.get(member)
-        if ids is None:
-            ids = self._writable[member] = self._cluster.writable_ids(member)
-        return ids
-
     def register(self, member: str, table: Table, keys: Keys, places: bytes) -> tuple[bytes, bytes]:
-        mine = self._writable_ids(member)
+        mine = self._cluster.writable_ids(member)
         shards = self._tables.get(table)
         if shards is None:
             if len(self._tables) >= self._settings.max_tables:
@@ -275,7 +259,7 @@ class MemoryBackend:
         return len(held.keys)
 
     def delete(self, member: str, table: Table, keys: Keys) -> bytes:
-        mine = self._writable_ids(member) if member else None
+        mine = self._cluster.writable_ids(member) if member else None
         shards = self._tables.get(table)
         codes = bytearray()
         for key in keys:

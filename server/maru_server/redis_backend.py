@@ -25,7 +25,7 @@ from redis.exceptions import RedisClusterException, RedisError
 
 from maru_server import protocol as P
 from maru_server import redis_scripts as scripts
-from maru_server.backend import Keys, ReadableMask, Table
+from maru_server.backend import Keys, Table
 from maru_server.cluster import Cluster, ClusterState, Due, Observer, Settings
 from maru_server.errors import BackendUnavailable, ServerRefused
 from maru_server.lease import boottime_ns
@@ -79,8 +79,7 @@ class RedisBackend:
         self._meta = f"{{{prefix}:meta}}"
         self._version = b""
         self._cluster = Cluster(ClusterState(epoch=0, hold=True, next_token=0), settings)
-        self._readable = ReadableMask()
-        self._writable: dict[str, set[int]] = {}
+        self._readable = self._cluster.readable
         self._observer = Observer()
         self._beats: dict[str, int] = {}
         self._seen_ns: dict[str, tuple[int, int]] = {}
@@ -136,8 +135,7 @@ class RedisBackend:
 
     def _adopt(self, version: bytes, cluster: Cluster) -> None:
         self._version, self._cluster = version, cluster
-        self._readable = ReadableMask(cluster.readable_ids())
-        self._writable.clear()
+        self._readable = cluster.readable
 
     def _store(self, cluster: Cluster, before: ClusterState, due: Due) -> bool:
         old = {k for k, m in before.members.items() if m.state is MemberState.ALIVE} if before is not cluster.state else set()
@@ -291,18 +289,12 @@ class RedisBackend:
                     out[i] = place
         return out
 
-    def _owned(self, member: str) -> set[int]:
-        ids = self._writable.get(member)
-        if ids is None:
-            ids = self._writable[member] = self._cluster.writable_ids(member)
-        return ids
-
     def _count_keys(self, added: Counter[int]) -> list[_Command]:
         return [("hincrby", self._key("keys"), str(g), n) for g, n in added.items() if n]
 
     def register(self, member: str, table: Table, keys: Keys, places: bytes) -> tuple[bytes, bytes]:
         self._refresh()
-        mine = self._owned(member)
+        mine = self._cluster.writable_ids(member)
         mine_places = [places[i * 16 : i * 16 + 16] for i in range(len(keys))]
         grants = [int.from_bytes(p[:4], "little") for p in mine_places]
         codes = [Outcome.NOT_OWNER] * len(keys)
@@ -407,7 +399,7 @@ class RedisBackend:
         if not keys:
             return b""
         raw = self._raw(table, keys)
-        mine = self._owned(member) if member else None
+        mine = self._cluster.writable_ids(member) if member else None
         codes = [Outcome.ABSENT] * len(keys)
         wanted = {}
         for i, (key, place) in enumerate(zip(keys, raw, strict=True)):
@@ -490,7 +482,8 @@ class RedisBackend:
         }
 
     def usage(self) -> list[P.UsageRow]:
-        rows = self._cluster.usage(self._key_counts())
+        counts = self._key_counts()  # first: it refreshes members and grants
+        rows = self._cluster.usage(counts)
         per_namespace: Counter[bytes] = Counter()
         for ns, _, n in self.tables():
             per_namespace[ns] += n
@@ -498,7 +491,9 @@ class RedisBackend:
 
     def nodes(self) -> list[P.NodeInfo]:
         now = boottime_ns()
-        return self._cluster.nodes(self._key_counts(), lambda m: (now - self._seen_ns.get(m, (0, now))[1]) // 1_000_000)
+        counts = self._key_counts()
+        return self._cluster.nodes(counts, lambda m: (now - self._seen_ns.get(m, (0, now))[1]) // 1_000_000)
 
     def regions(self) -> list[P.RegionInfo]:
-        return self._cluster.regions(self._key_counts())
+        counts = self._key_counts()
+        return self._cluster.regions(counts)

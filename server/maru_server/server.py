@@ -122,12 +122,11 @@ class Server:
         self._backend.close()
 
 
-def run_until_signalled(server: Server) -> None:
-    """Run in the foreground; SIGTERM and SIGINT end it in order."""
+def stop_on_signals(server: Server) -> None:
+    """Make SIGTERM and SIGINT end :meth:`Server.run` in order."""
 
     def on_signal(_signum: int, _frame: FrameType | None) -> None:
         server.stop()
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, on_signal)
-    server.run()

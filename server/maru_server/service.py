@@ -15,10 +15,11 @@ import msgspec
 
 from maru_server import __version__
 from maru_server import protocol as P
-from maru_server.backend import Backend, Keys, Table, grant_ids
+from maru_server.backend import Backend, Keys, Table
 from maru_server.cluster import Settings
 from maru_server.errors import BackendUnavailable, ServerRefused
 from maru_server.lease import boottime_ns
+from maru_server.places import grant_ids
 from maru_server.protocol import ErrorCode
 from maru_shm.layout import KEY_BYTES
 

@@ -143,3 +143,17 @@ def available_ram() -> int:
             if name in ("MemAvailable", "SwapFree"):
                 total += int(rest.split()[0]) * 1024
     return total
+
+
+def free_bytes(fd: int, fs: Filesystem) -> int | None:
+    """Bytes a file may still take on its filesystem; None if the filesystem sets no limit (a memfd's)."""
+    vfs = os.fstatvfs(fd)
+    if vfs.f_blocks:
+        return vfs.f_bavail * vfs.f_frsize
+    if fs.kind == "hugetlbfs":  # a mount without size= reports zeros; the limit is the kernel's pool of huge pages
+        try:
+            with open(f"/sys/kernel/mm/hugepages/hugepages-{fs.page_bytes // 1024}kB/free_hugepages", encoding="ascii") as f:
+                return int(f.read()) * fs.page_bytes
+        except FileNotFoundError:
+            return None
+    return None

@@ -302,9 +302,8 @@ def _is_at(fd: int, path: str) -> bool:
 
 def _check_space(fd: int, fs: hostmemory.Filesystem, wanted: int, name: str) -> None:
     """Preflight: a clear answer before minutes of allocation. ``posix_fallocate`` still has the last word."""
-    vfs = os.fstatvfs(fd)
-    free = vfs.f_bavail * vfs.f_frsize
-    if vfs.f_blocks and wanted > free:
+    free = hostmemory.free_bytes(fd, fs)
+    if free is not None and wanted > free:
         raise PoolTooLarge(_no_room(name, wanted, free), f"lower pool.size or enlarge the filesystem ({fs.kind or 'memfd'})")
     if fs.uses_ram and wanted > (ram := hostmemory.available_ram()):
         raise PoolTooLarge(_no_room(name, wanted, ram), "lower pool.size: the machine has no more memory")
@@ -352,8 +351,7 @@ def _size(fd: int, header: PoolHeader, spec: PoolSpec, name: str, progress: Prog
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
             raise PoolError(f"pool {name} of {total} bytes: {e.strerror}", "check the filesystem") from e
-        vfs = os.fstatvfs(fd)
-        free = vfs.f_bavail * vfs.f_frsize
+        free = hostmemory.free_bytes(fd, hostmemory.filesystem_of(fd)) or 0
         raise PoolTooLarge(_no_room(name, total, free), "lower pool.size or enlarge the filesystem") from e
     if progress is not None:
         progress(total, total)

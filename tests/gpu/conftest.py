@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.gpu.kv_process import KvProcess
-from tests.support.shm_pool import ShmPool
 
 from maru_shm.errors import MaruError
 from maru_sidecar.transfer.cuda import CudaTransfer
 from maru_sidecar.transfer.cuda_driver import CudaDriver
+from tests.gpu.kv_process import KvProcess
+from tests.support.shm_pool import ShmPool
 
-REGION = 16 << 20
+REGION = 2 << 20
 POOL = 512 << 20
 
 

@@ -1,16 +1,20 @@
 """A process that owns a KV cache in GPU memory, as an engine does: torch there, nothing of the sidecar.
 
-:class:`KvProcess` is the test's end; :func:`_serve` runs in the child, started afresh (a forked CUDA process is a broken one).
+:class:`KvProcess` is the test's end; :func:`_serve` runs in the child, a fresh interpreter (a forked CUDA process is a broken one).
 """
 
 from __future__ import annotations
 
 import ctypes
-import multiprocessing as mp
 import os
-import signal
+import socket
+import subprocess
+import sys
+import time
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import DupFd
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,20 +23,24 @@ import numpy.typing as npt
 from maru_shm import segment as segments
 from maru_shm.geometry import CUDA_VMM_HANDLE, KvRegion, RegionKind
 from maru_sidecar.transfer.base import Peer
+from tests.support.client import Client
+from tests.support.kv_cases import cases
 
 Bytes = npt.NDArray[np.uint8]
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 class KvProcess:
     """Commands run one at a time in the child; each method returns when its work there is done unless it says otherwise."""
 
     def __init__(self) -> None:
-        context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
-        assert self.process.pid is not None
+        ours, theirs = socket.socketpair()
+        with theirs:  # no multiprocessing.Process: its resource tracker would outlive the test
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.gpu.kv_process", str(theirs.fileno())], pass_fds=[theirs.fileno()], cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            )  # fmt: skip
+        self._pipe = Connection(ours.detach())
         self.pidfd = os.pidfd_open(self.process.pid)
         self.peer = Peer(self.process.pid, self.pidfd)
 
@@ -62,19 +70,24 @@ class KvProcess:
     def read(self) -> list[Bytes]:
         return [np.frombuffer(b, np.uint8) for b in self.call("read")]
 
+    def vmm(self, size: int) -> tuple[KvRegion, int]:
+        """An exportable VMM allocation filled with 0x5A, and its descriptor here."""
+        self.start("vmm", size)
+        fd = recv_handle(self._pipe)
+        return self.result(), fd
+
     def kill(self) -> None:
+        """SIGKILL, and wait until the kernel has taken it down."""
         self.process.kill()
-        self.process.join()
+        self.process.wait(60)
 
     def close(self) -> None:
-        if self.process.is_alive():
-            self._pipe.send(("quit", ()))
-            self.process.join(30)
-        if self.process.is_alive():
-            os.kill(self.process.ident or 0, signal.SIGKILL)
-            self.process.join()
+        self._pipe.close()  # the child ends at end of file
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.kill()
         os.close(self.pidfd)
-        self._pipe.close()
 
 
 def random_bytes(seed: int, n: int) -> Bytes:
@@ -84,9 +97,10 @@ def random_bytes(seed: int, n: int) -> Bytes:
 class _Engine:
     """The child's side: ``memory`` is the KV cache, one uint8 tensor per allocation."""
 
-    def __init__(self) -> None:
+    def __init__(self, pipe: Connection) -> None:
         import torch
 
+        self.pipe = pipe
         self.torch = torch
         torch.cuda.init()
         self.memory: list[Any] = []
@@ -148,6 +162,44 @@ class _Engine:
         self.fence.close()
         self.fence.close()
 
+    # --- as an engine attached to a running sidecar -----------------------------------------------------------------------
+    def attach_sidecar(self, socket: str, case: str) -> str:
+        """Both halves of an engine whose cache has the shape of ``case``; returns how the sidecar moves its bytes."""
+        from maru_connector.fence_cuda import cuda_fence
+        from maru_shm.layout import Role
+
+        shape = next(c for c in cases() if c.name == case)
+        cache: Any = SimpleNamespace(layout=shape.layout(self.allocate(*shape.allocations)))
+        self.worker = Client(socket, cache=cache)
+        self.scheduler = Client(socket, role=Role.SCHEDULER)
+        self.fence = cuda_fence(self.worker.segment, self.torch.device("cuda", self.torch.cuda.current_device()))
+        return self.worker.attached.transfer
+
+    def after_step(self, step: int) -> None:
+        self.fence.after_step(step)
+
+    def hits(self, keys: bytes) -> int:
+        return self.scheduler.hits(keys)
+
+    def store(self, keys: bytes, table: npt.NDArray[np.int32], fence: int) -> tuple[str, int]:
+        reply = self.worker.store(keys, table, fence=fence)
+        return reply.state.name, reply.n_done
+
+    def load(self, keys: bytes, table: npt.NDArray[np.int32], fence: int) -> tuple[str, int]:
+        reply = self.worker.load(keys, table, fence=fence)
+        return reply.state.name, reply.n_done
+
+    def load_for_ever(self, keys: bytes, table: npt.NDArray[np.int32], fence: int) -> None:
+        """Post loads until killed."""
+        while True:
+            self.worker.load(keys, table, fence=fence)
+
+    def detach_sidecar(self) -> None:
+        self.fence.close()
+        self.worker.detach()
+        for client in (self.worker, self.scheduler):
+            client.close()
+
     def decode(self, seconds: float) -> list[float]:
         """Milliseconds per step of a memory-bound loop (bf16 matrix × vector over 2.7 GiB of weights) for ``seconds``."""
         torch = self.torch
@@ -161,8 +213,6 @@ class _Engine:
         with torch.cuda.graph(graph):
             for w in self.weights:
                 w @ x
-        import time
-
         times: list[float] = []
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -175,8 +225,8 @@ class _Engine:
             times.append(marks[0].elapsed_time(marks[1]) / 20)
         return times
 
-    def vmm(self, size: int) -> tuple[KvRegion, DupFd]:
-        """An exportable VMM allocation filled with 0x5A, as a region with its descriptor."""
+    def vmm(self, size: int) -> KvRegion:
+        """Make an exportable VMM allocation filled with 0x5A; its descriptor goes ahead of the answer."""
         from maru_connector.cuda_export import call, gpu_uuid
 
         device = self.torch.cuda.current_device()
@@ -192,7 +242,9 @@ class _Engine:
         call("cuMemsetD8_v2", address, ctypes.c_ubyte(0x5A), ctypes.c_size_t(size))
         call("cuMemExportToShareableHandle", ctypes.byref(fd), handle, 1, ctypes.c_uint64(0))
         packed = CUDA_VMM_HANDLE.pack(0, size)
-        return KvRegion(RegionKind.CUDA_VMM, address.value, size, packed, gpu_uuid(device)), DupFd(fd.value)
+        send_handle(self.pipe, fd.value, os.getppid())
+        os.close(fd.value)
+        return KvRegion(RegionKind.CUDA_VMM, address.value, size, packed, gpu_uuid(device))
 
     def refuse_expandable(self) -> str:
         """What exporting a storage in VMM memory says."""
@@ -211,15 +263,17 @@ class _Engine:
 
 
 def _serve(pipe: Connection) -> None:
-    engine = _Engine()
+    engine = _Engine(pipe)
     while True:
         try:
             command, arguments = pipe.recv()
         except EOFError:
             return
-        if command == "quit":
-            return
         try:
             pipe.send((True, getattr(engine, command)(*arguments)))
         except Exception as e:  # noqa: BLE001 - told to the test, whatever it is
             pipe.send((False, f"{type(e).__name__}: {e}"))
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))

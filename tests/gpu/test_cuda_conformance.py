@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
-from tests.gpu.conftest import REGION
-from tests.gpu.kv_process import KvProcess, random_bytes
-from tests.support.kv_cases import KvCase, block_tables, cases
-from tests.support.shm_pool import ShmPool
 
 from maru_shm.errors import AttachRefused
 from maru_shm.geometry import KvLayout, KvPlane
 from maru_shm.layout import SKIP_BLOCK
+from maru_sidecar.transfer import cuda_pinning
 from maru_sidecar.transfer.base import Direction
 from maru_sidecar.transfer.cuda import CudaTarget, CudaTransfer
 from maru_sidecar.transfer.cuda_driver import CudaDriver
 from maru_sidecar.transfer.cuda_pinning import PinState
+from tests.gpu.conftest import REGION
+from tests.gpu.kv_process import KvProcess, random_bytes
+from tests.support.kv_cases import KvCase, block_tables, cases
+from tests.support.shm_pool import ShmPool
 
 CHUNKS, PER_CHUNK = 6, 4
 ALL = cases()
@@ -84,13 +87,27 @@ def test_an_older_driver_s_calls_move_the_same_bytes(
     transfer.close()
 
 
-def test_copies_race_registration_without_harm(engine_process: KvProcess, pool: ShmPool) -> None:
+def test_copies_race_registration_without_harm(
+    engine_process: KvProcess, pool: ShmPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first copies run while the pool is being pinned: some pageable, some not, none across two registrations."""
     case = ALL[0]
+    monkeypatch.setattr(cuda_pinning, "PIECE_BYTES", REGION)
     for _ in range(3):
         transfer = CudaTransfer(pool.mapping, REGION)
         check_loads_and_stores(attach(transfer, engine_process, case), engine_process, pool, case)
         transfer.close()
+
+
+def test_layers_in_allocations_of_their_own_are_stepped_over_by_one_copy(
+    transfer: CudaTransfer, engine_process: KvProcess, pool: ShmPool
+) -> None:
+    piece, blocks, layers = 8192, 2048, 6
+    planes = tuple(KvPlane(i, 0, piece, piece, i) for i in range(layers))
+    case = KvCase("large-allocations", blocks, (piece * blocks,) * layers, planes)  # 16 MiB: torch cuts them from no segment
+    target = attach(transfer, engine_process, case)
+    assert target.planner.progressions == 1
+    check_loads_and_stores(target, engine_process, pool, case)
 
 
 def test_two_workers_of_one_allocation_share_its_mapping(transfer: CudaTransfer, engine_process: KvProcess) -> None:
@@ -106,9 +123,10 @@ def test_an_exported_vmm_allocation_is_imported_by_its_descriptor(
     transfer: CudaTransfer, engine_process: KvProcess, pool: ShmPool
 ) -> None:
     size = 4 << 20
-    region, fd = engine_process.call("vmm", size)
+    region, fd = engine_process.vmm(size)
     layout = KvLayout(size // 65536, 16, (KvPlane(0, 0, 65536, 65536),), (region,), "vmm")
-    target = transfer.attach(layout, engine_process.peer, [fd.detach()])
+    target = transfer.attach(layout, engine_process.peer, [fd])
+    os.close(fd)
     pool.bytes[REGION : REGION + size] = 0
     table = np.arange(size // 65536, dtype=np.int32).reshape(1, -1)
     target.submit(Direction.STORE, np.array([REGION], np.uint64), table).wait()

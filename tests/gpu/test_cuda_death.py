@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import time
-
 import numpy as np
 import pytest
-from tests.gpu.conftest import REGION
-from tests.gpu.kv_process import KvProcess
-from tests.support.shm_pool import ShmPool
 
 from maru_shm.errors import EngineGone
 from maru_shm.geometry import KvLayout, KvPlane
 from maru_sidecar.transfer.base import Direction
 from maru_sidecar.transfer.cuda import CudaTransfer
+from tests.gpu.conftest import REGION
+from tests.gpu.kv_process import KvProcess
+from tests.gpu.vram import used_mib, wait_until_used
+from tests.support.shm_pool import ShmPool
 
 PIECE, LAYERS, BLOCKS = 65536, 32, 2048
 CACHE = PIECE * LAYERS * BLOCKS  # 4 GiB
-
-
-def used_mib() -> int:
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return sum(int(line) for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.split())
-
-
-def wait_until_used(limit: int) -> None:
-    deadline = time.monotonic() + 30
-    while (used := used_mib()) > limit:
-        assert time.monotonic() < deadline, f"{used} MiB are still in use, expected at most {limit}"
-        time.sleep(0.2)
 
 
 def layout_in(process: KvProcess) -> KvLayout:

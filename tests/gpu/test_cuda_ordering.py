@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.gpu.conftest import REGION
-from tests.gpu.kv_process import KvProcess
-from tests.support.kv_cases import KvCase, cases
-from tests.support.shm_pool import ShmPool
 
 from maru_shm import layout as L
 from maru_shm import segment as segments
 from maru_shm.segment import Segment, SegmentInfo
 from maru_sidecar.transfer.base import Direction
 from maru_sidecar.transfer.cuda import CudaTarget, CudaTransfer
+from tests.gpu.conftest import REGION
+from tests.gpu.kv_process import KvProcess
+from tests.support.kv_cases import KvCase, cases
+from tests.support.shm_pool import ShmPool
 
 CASE: KvCase = cases()[0]
 LONG = 1_200_000_000  #: cycles: over half a second at 2 GHz

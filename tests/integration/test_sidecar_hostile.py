@@ -19,7 +19,7 @@ from maru_shm import control
 from maru_shm import layout as L
 from maru_shm import messages as M
 from maru_shm import segment as segments
-from maru_shm.errors import AttachRefused, ProtocolViolation
+from maru_shm.errors import AttachRefused
 from maru_shm.geometry import KvLayout, KvPlane, KvRegion, RegionKind
 
 
@@ -118,13 +118,13 @@ def ticket_submitted_twice(c: Client) -> None:
 
 def lengths_beyond_the_cell(c: Client) -> None:
     ticket = c.records.post(L.Op.LOOKUP, prompt_keys("x", 2))
-    request_field(c, ticket, 44, 1 << 30)  # n_keys
+    request_field(c, ticket, 40, 1 << 30)  # n_keys
     c.ring.publish()
 
 
 def blocks_that_do_not_divide(c: Client) -> None:
     ticket = c.records.post(L.Op.LOAD, prompt_keys("x", 2), blocks_table(0, 2).tobytes())
-    request_field(c, ticket, 48, 7)  # n_blocks
+    request_field(c, ticket, 44, 7)  # n_blocks
     c.ring.publish()
 
 
@@ -212,7 +212,7 @@ def test_a_packet_that_is_too_long_ends_the_connection(sidecar: SidecarProcess, 
     with connect(sidecar) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         with contextlib.suppress(OSError):
-            sock.send(b"\xc0" * (M.MAX_MESSAGE + 1))
+            sock.send(b"\xc0" * (M.MAX_MESSAGE + 2))
             refused = answer(sock)
             assert isinstance(refused, M.Refused)
             assert "longer" in refused.what
@@ -244,7 +244,6 @@ def test_a_client_of_another_protocol_is_told_both_versions(sidecar: SidecarProc
 
 def test_descriptors_nobody_asked_for_are_closed(sidecar: SidecarProcess, bystander: Client) -> None:
     process = psutil.Process(sidecar.pid)
-    until(lambda: len(process.connections("unix")) >= 1, "it listens")
     before = process.num_fds()
     with connect(sidecar) as sock:
         hello(sock)
@@ -360,11 +359,3 @@ def test_a_client_that_hangs_up_during_its_attach_leaves_nothing(sidecar: Sideca
     until(lambda: {name for name, *_ in segments.list_names()} <= before, "no segment is left")
     with Client(sidecar.socket, engine_id="fleeting"):
         pass
-
-
-def test_the_error_a_client_sees_for_its_own_garbage_names_the_cause(sidecar: SidecarProcess) -> None:
-    with connect(sidecar) as sock, pytest.raises(ProtocolViolation):
-        sock.send(msgspec.msgpack.encode({"type": "nonsense"}))
-        refused = answer(sock)
-        assert isinstance(refused, M.Refused)
-        raise ProtocolViolation(refused.what, refused.remedy)

@@ -38,7 +38,9 @@ def until(what: str, condition: Callable[[], T], seconds: float = 20.0) -> T:
 
 
 class ServerProcess:
-    """A `maru-server run` process. Give the port of an earlier one to restart it at the same address."""
+    """A `maru-server run` process. Listen on the endpoint of an earlier one to restart it; ``inside``: a command to run it
+    with.
+    """
 
     def __init__(
         self,
@@ -47,8 +49,21 @@ class ServerProcess:
         listen: str = "tcp://127.0.0.1:*",
         token_file: Path | None = None,
         extra: tuple[str, ...] = (),
+        inside: tuple[str, ...] = (),
     ) -> None:
-        command = [sys.executable, "-m", "maru_server", "run", "--listen", listen, "--backend", store, "--log-level", "warning"]
+        command = [
+            *inside,
+            sys.executable,
+            "-m",
+            "maru_server",
+            "run",
+            "--listen",
+            listen,
+            "--backend",
+            store,
+            "--log-level",
+            "warning",
+        ]
         command += [
             f"--{k.replace('_', '-')}={getattr(FAST, k)}"
             for k in ("lease_ms", "grace_ms", "heartbeat_ms", "reap_ms", "max_pin_ms")

@@ -7,6 +7,7 @@ killed. Nothing here is faster or more careful than a test needs; the product's 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import select
 import time
@@ -56,7 +57,7 @@ class KvCache:
 def prompt_keys(name: str | int, chunks: int, *, chunk_tokens: int = 64, root: bytes = ROOT) -> bytes:
     """Keys of a prompt of ``chunks`` chunks; another ``name`` is another prompt."""
     chunk_keys = keys.ChunkKeys(root, chunk_tokens)
-    first = sum(str(name).encode()) * 1000 + len(str(name))
+    first = int.from_bytes(hashlib.blake2b(str(name).encode(), digest_size=4).digest(), "little") >> 2
     chunk_keys.extend([first + i for i in range(chunks * chunk_tokens)])
     return bytes(chunk_keys.keys)
 

@@ -89,9 +89,9 @@ class EmulatedDriver(D.CudaDriver):
         return handle, memory
 
     def check(self, side: str, address: int, size: int) -> None:
-        spans = [(self.host.ctypes.data, self.host.nbytes)] if side == "host" else [
-            (a, self.allocations[a].nbytes) for a, n in self.opened.items() if n > 0
-        ]  # fmt: skip
+        spans = [(a, self.allocations[a].nbytes) for a, n in self.opened.items() if n > 0]
+        if side == "host":
+            spans = [(self.host.ctypes.data, self.host.nbytes), *self.registered.items()]
         assert any(a <= address and address + size <= a + n for a, n in spans), f"{side} copy outside: {address:#x}+{size}"
 
     # --- the driver's side --------------------------------------------------------------------------------------------------

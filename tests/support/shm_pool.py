@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import uuid
@@ -13,10 +14,10 @@ from maru_sidecar.transfer.base import PoolMapping
 
 
 class ShmPool:
-    """``size`` bytes of ``/dev/shm`` without a name; ``bytes`` is all of it."""
+    """``size`` bytes of a tmpfs, without a name; ``bytes`` is all of it."""
 
-    def __init__(self, size: int) -> None:
-        path = f"/dev/shm/maru-test-{uuid.uuid4().hex}"
+    def __init__(self, size: int, directory: str = "/dev/shm") -> None:
+        path = f"{directory}/maru-test-{uuid.uuid4().hex}"
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.unlink(path)
         os.posix_fallocate(self._fd, 0, size)
@@ -26,5 +27,6 @@ class ShmPool:
 
     def close(self) -> None:
         del self.bytes
-        self._mmap.close()
+        with contextlib.suppress(BufferError):  # a test still holds a view; the last one unmaps
+            self._mmap.close()
         os.close(self._fd)

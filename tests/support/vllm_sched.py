@@ -249,10 +249,12 @@ class Engine:
         #: executed batches whose result the scheduler has not seen
         self.in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.outcomes: dict[str, Outcome] = {}
+        self._submitted = 0
 
     # --- what a client does ---------------------------------------------------------------------------------------------------
-    def submit(self, prompt: Sequence[int], max_tokens: int = 1, *, name: str = "", salt: str | None = None) -> Outcome:
-        request_id = name or f"request-{len(self.outcomes)}"
+    def submit(self, prompt: Sequence[int], max_tokens: int = 1, *, salt: str | None = None) -> Outcome:
+        request_id = f"request-{self._submitted}"
+        self._submitted += 1
         self.outcomes[request_id] = outcome = Outcome(list(prompt), max_tokens)
         self.scheduler.add_request(
             Request(

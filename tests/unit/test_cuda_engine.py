@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -121,6 +122,41 @@ def test_a_copy_is_in_flight_until_its_event_and_a_close_waits_for_it(world: Wor
     assert sum(world.driver.opened.values()) == 0
     with pytest.raises(TransferError, match="detached"):
         target.submit(Direction.LOAD, OFFSETS, TABLE)
+
+
+LAYERED = next(c for c in cases() if c.name == "one-allocation-per-layer")
+
+
+def evenly_spaced(world: World) -> KvLayout:
+    """Allocations that lie in rising order, 32 KiB more than their size apart."""
+    size = LAYERED.allocations[0]
+    memory = world.rng.integers(0, 256, len(LAYERED.allocations) * (size + 32768), np.uint8)
+    regions = []
+    for i in range(len(LAYERED.allocations)):
+        handle, _ = world.driver.allocate(size, memory[i * (size + 32768) :][:size])
+        regions.append(KvRegion(RegionKind.CUDA_IPC, 1 << 40, size, CUDA_IPC_HANDLE.pack(handle, 0), GPU))
+    return LAYERED.layout(regions)
+
+
+def test_evenly_spaced_allocations_are_stepped_over_where_the_device_takes_that(world: World, peer: Peer) -> None:
+    target = world.engine.attach(evenly_spaced(world), peer)
+    assert target.planner.progressions == 1
+    assert target.submit(Direction.STORE, OFFSETS, TABLE[:, ::-1]).operations == TABLE.size
+
+
+def test_evenly_spaced_allocations_are_copied_layer_by_layer_where_the_driver_refuses_more(
+    world: World, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = world.driver.batch_v2
+
+    def strict(n: int, at: int, flags: int, stream: int) -> int:
+        raw = np.frombuffer((ctypes.c_char * (n * D.BATCH_OP.itemsize)).from_address(at), D.BATCH_OP)
+        return D.INVALID_VALUE if (raw["depth"] > 1).any() else plain(n, at, flags, stream)
+
+    monkeypatch.setitem(world.driver._calls, "cuMemcpy3DBatchAsync_v2", strict)
+    target = world.engine.attach(evenly_spaced(world), peer)
+    assert target.planner.progressions == len(LAYERED.allocations)
+    target.submit(Direction.LOAD, OFFSETS, TABLE).wait()
 
 
 def test_events_are_reused_and_none_is_made_per_copy(world: World, peer: Peer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -480,3 +481,25 @@ def test_a_full_pool_says_so_and_works_again_once_something_is_free(pool: PoolFi
     directory.release(lease.id)
     assert store(pool, directory, key("b")) == 1
     assert directory.lookup(NAMESPACE, key("b") + ROOT, world=1) == 1
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_damage_to_headers_never_stops_a_restart_and_never_serves_a_wrong_byte(pool: PoolFile, seed: int) -> None:
+    rng = random.Random(seed)
+    directory = Directory(pool)
+    keys = chain("a", 11)
+    store(pool, directory, keys)
+    for _ in range(rng.randrange(1, 12)):
+        region = rng.randrange(1, 5) * MiB
+        at = region + (rng.randrange(64) if rng.random() < 0.3 else F.HEADER_BYTES + rng.randrange(3 * F.SLAB_HEADER_BYTES))
+        pool.bytes[at] = rng.randrange(256)
+    pool = reopen(pool)
+    again = Directory(pool)
+    report = again.rebuild()
+    for i in range(11):  # every chunk for itself: whatever is found is right
+        check_contents(pool, again, keys[i * KEY : (i + 1) * KEY])
+    assert again.stats()["slabs_committed"] == report.kept <= 11
+    again.clear()
+    assert store(pool, again, chain("b", 12)) == 12
+    assert check_contents(pool, again, chain("b", 12)) == 12
+    pool.close(clean=False)

@@ -82,8 +82,18 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.reservations[name] = got
         return name
 
+    @rule(n=namespaces, p=paths, length=st.integers(1, DEPTH))
+    def store_prefix(self, n: int, p: int, length: int) -> None:
+        """A whole prefix on all ranks, as a finished prompt is stored: this is what fills the pool."""
+        for d in range(length):
+            for rank in range(WORLD):
+                name = self.reserve(n, p, d, rank)
+                if isinstance(name, tuple):
+                    self.end_store(name, commit=True)
+                    self.no_parent_leaves_before_its_child()
+
     @rule(name=consumes(writing), commit=st.booleans())
-    def end_store(self, name: Name, commit: bool) -> None:  # noqa: FBT001
+    def end_store(self, name: Name, *, commit: bool) -> None:
         reservation = self.reservations.pop(name, None)
         if reservation is None:  # its sidecar has died
             return
@@ -146,6 +156,16 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.may_vanish.add(name)
             for names in self.pinned.values():
                 names.discard(name)
+
+    @rule(acquired=copies)
+    def checksum_fails(self, acquired: Acquired) -> None:
+        """A reader finds its last slab bad: it is dropped while this copy, and maybe others, still hold it."""
+        if acquired in self.pinned and acquired.refs:
+            chunk = acquired._chunks[-1]
+            n = NAMESPACES.index(chunk.namespace.id)
+            if (n, chunk.key) in self.pinned[acquired]:
+                path, depth = next(at for at, k in TREE.items() if k == chunk.key)
+                self.drop(n, path, depth, next(rank for rank, slab in enumerate(chunk.slabs) if slab))
 
     @rule(n=st.none() | namespaces)
     def clear(self, n: int | None) -> None:
@@ -227,5 +247,5 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 TestDirectoryModel = DirectoryMachine.TestCase
 TestDirectoryModel.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )  # fmt: skip

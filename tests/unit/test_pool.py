@@ -382,3 +382,33 @@ def test_a_header_is_readable_by_the_written_format(spec: PoolSpec) -> None:
     assert struct.unpack_from("<Q", raw)[0] == F.POOL_MAGIC
     assert F.crc_matches(raw, F.POOL_HEADER.size)
     pool.close(clean=True)
+
+
+@pytest.fixture
+def hugetlbfs(tmp_path: Path) -> Iterator[Path]:
+    mount = tmp_path / "huge"
+    mount.mkdir()
+    free = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
+    if not free.exists() or int(free.read_text()) < 8:
+        pytest.skip("needs 8 free huge pages (sysctl vm.nr_hugepages)")
+    done = subprocess.run(["mount", "-t", "hugetlbfs", "maru-test", mount], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("mounting a hugetlbfs needs root")
+    yield mount
+    subprocess.run(["umount", mount], check=True)
+
+
+def test_a_pool_on_hugetlbfs_has_huge_regions_and_survives_reopening(hugetlbfs: Path) -> None:
+    spec = file_spec(hugetlbfs / "pool")
+    pool = PoolFile.open(spec)
+    assert (pool.region_bytes, pool.n_regions, pool.warnings) == (2 * MiB, 8, ())
+    pool.bytes[SIZE - 4 :] = b"kept"
+    pool.close(clean=True)
+    again = PoolFile.open(spec)
+    assert (again.uuid, again.epoch) == (pool.uuid, 2)
+    assert bytes(again.bytes[SIZE - 4 :]) == b"kept"
+    again.close(clean=True)
+    with pytest.raises(PoolTooLarge, match="wants"):
+        PoolFile.open(file_spec(hugetlbfs / "more", 1 << 40))
+    os.unlink(hugetlbfs / "pool")
+    assert list(hugetlbfs.iterdir()) == []

@@ -83,15 +83,7 @@ class CudaTransfer:
             if self._closed:
                 raise AttachRefused("the cuda engine is closed", "the sidecar is stopping")
             device = self._device(uuid)
-            imports: list[tuple[Mapping, int]] = []
-            try:
-                for i, (region, fd) in enumerate(zip(layout.regions, region_fds, strict=True)):
-                    imports.append(device.import_region(i, region, fd))
-            except MaruError:
-                for mapping, _ in imports:
-                    device.drop(mapping)
-                self._reap_later()
-                raise
+            imports = self._import(device, layout, region_fds)
             device.targets += 1
             target = CudaTarget(self, device, layout, peer, imports)
             self._targets.add(target)
@@ -99,6 +91,23 @@ class CudaTransfer:
                 self._pin_owner = device
                 self.pinning.start(device.driver, device.context)
             return target
+
+    def _import(self, device: CudaDevice, layout: KvLayout, fds: Sequence[int]) -> list[tuple[Mapping, int]]:
+        """Every region's mapping and address, in region order.
+
+        Opened last to first: the driver gives out addresses from high to low, so layers with an allocation each come to lie in
+        rising order, evenly spaced, and one copy can step over them.
+        """
+        imports: list[tuple[Mapping, int]] = []
+        try:
+            for i in reversed(range(len(layout.regions))):
+                imports.append(device.import_region(i, layout.regions[i], fds[i]))
+        except MaruError:
+            for mapping, _ in imports:
+                device.drop(mapping)
+            self._reap_later()
+            raise
+        return imports[::-1]
 
     def _device(self, uuid: str) -> CudaDevice:
         try:
@@ -208,6 +217,20 @@ def _check(layout: KvLayout, fds: Sequence[int]) -> tuple[str, list[int]]:
     return layout.regions[0].device, region_fds
 
 
+def _planner(device: CudaDevice, layout: KvLayout, imports: Sequence[tuple[Mapping, int]]) -> CopyPlanner:
+    """The planner with the fewest copies this device takes.
+
+    An engine that gives each layer an allocation of its own leaves evenly spaced planes in different allocations. A copy over
+    them touches mapped memory only, but nothing promises that the driver takes it, so the device is asked once.
+    """
+    bases = [address for _, address in imports]
+    within = CopyPlanner(place(layout, bases, [m.address for m, _ in imports]), layout.block_bytes, device.max_pitch)
+    across = CopyPlanner(place(layout, bases, [0] * len(bases)), layout.block_bytes, device.max_pitch)
+    if across.progressions < within.progressions and device.copies_agree(across, within, layout.block_bytes):
+        return across
+    return within
+
+
 class CudaTarget:
     """One worker's KV cache, mapped here."""
 
@@ -217,8 +240,7 @@ class CudaTarget:
         self.layout = layout
         self.peer = peer
         self.device = device
-        planes = place(layout, [address for _, address in imports], [mapping.address for mapping, _ in imports])
-        self.planner = CopyPlanner(planes, layout.block_bytes, device.max_pitch)
+        self.planner = _planner(device, layout, imports)
         self._engine = engine
         self._mappings = [mapping for mapping, _ in imports]
         self._copies: set[CudaCopy] = set()

@@ -1,0 +1,128 @@
+"""The `maru-server` command as a user calls it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from servers import Node, ServerProcess, keys_of, server_process
+
+from maru_server.cli import main
+from maru_server.client import DirectoryClient
+
+
+def call(endpoint: str, *arguments: str) -> Result:
+    return CliRunner().invoke(main, [*arguments, "--server", endpoint])
+
+
+@pytest.fixture
+def busy(memory_server: ServerProcess) -> tuple[str, bytes]:
+    """A server with one node, one region and five keys: its endpoint and the namespace."""
+    node = Node(memory_server.endpoint, "n1")
+    [grant] = node.alloc(device=node.device())
+    namespace = os.urandom(16)
+    node.register(namespace, keys_of(5), grant)
+    return memory_server.endpoint, namespace
+
+
+def test_ping_says_release_backend_and_epoch(memory_server: ServerProcess) -> None:
+    result = call(memory_server.endpoint, "ping")
+    assert result.exit_code == 0
+    assert result.output.startswith("maru-server/0.1.0 (memory) epoch ")
+
+
+def test_no_server_is_one_line_and_exit_status_1() -> None:
+    result = call("tcp://127.0.0.1:1", "ping", "--timeout", "0.2")
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: no metadata server at tcp://127.0.0.1:1")
+    assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["nodes", "regions", "usage", "stats", "keys"])
+def test_every_view_comes_as_table_json_and_csv_with_the_same_content(busy: tuple[str, bytes], command: str) -> None:
+    endpoint, _ = busy
+    rows = json.loads(call(endpoint, command, "--format", "json").output)
+    assert rows
+    text = list(csv.DictReader(io.StringIO(call(endpoint, command, "--format", "csv").output)))
+    assert [list(r) for r in text] == [list(r) for r in rows]
+    table = call(endpoint, command).output.splitlines()
+    assert len(table) >= len(rows) + 1
+
+
+def test_keys_of_a_namespace_say_where_they_lie(busy: tuple[str, bytes]) -> None:
+    endpoint, namespace = busy
+    rows = json.loads(call(endpoint, "keys", "--namespace", namespace.hex(), "--format", "json", "--limit", "3").output)
+    assert [(r["node"], r["region"]) for r in rows] == [("n1", 1)] * 3
+    more = call(endpoint, "keys", "--namespace", namespace.hex(), "--after", rows[-1]["key"], "--format", "csv").output
+    assert len(more.splitlines()) == 1 + 2
+
+
+def test_an_empty_view_is_an_empty_list_or_a_header(memory_server: ServerProcess) -> None:
+    assert json.loads(call(memory_server.endpoint, "nodes", "--format", "json").output) == []
+    assert call(memory_server.endpoint, "nodes", "--format", "csv").output.startswith("node,incarnation,state")
+
+
+def test_top_prints_rates_line_by_line_as_csv(busy: tuple[str, bytes]) -> None:
+    endpoint, _ = busy
+    lines = call(endpoint, "top", "--interval", "0.1", "--count", "2", "--format", "csv").output.splitlines()
+    assert lines[0].startswith("time,keys,nodes,grants,requests_per_second")
+    assert [line.split(",")[1] for line in lines[1:]] == ["5", "5"]
+
+
+def test_reset_asks_and_then_forgets(busy: tuple[str, bytes]) -> None:
+    endpoint, namespace = busy
+    refused = CliRunner().invoke(main, ["reset", "--server", endpoint], input="n\n")
+    assert refused.exit_code == 1
+    assert call(endpoint, "reset", "--namespace", namespace.hex(), "--yes").output == "5 keys forgotten\n"
+
+
+def test_a_namespace_that_is_not_hex_is_named(memory_server: ServerProcess) -> None:
+    result = call(memory_server.endpoint, "keys", "--namespace", "xyz")
+    assert result.exit_code == 1
+    assert "'xyz' is not hex" in result.output
+
+
+def test_token_prints_a_fresh_one_each_time() -> None:
+    one, two = (CliRunner().invoke(main, ["token"]).output.strip() for _ in range(2))
+    assert len(one) == 64
+    assert one != two
+
+
+def test_a_lease_shorter_than_two_heartbeats_is_refused() -> None:
+    result = CliRunner().invoke(main, ["run", "--lease-ms", "1000", "--heartbeat-ms", "900"])
+    assert result.exit_code == 1
+    assert "two heartbeats" in result.output
+
+
+def test_an_address_in_use_is_named(memory_server: ServerProcess) -> None:
+    result = CliRunner().invoke(main, ["run", "--listen", memory_server.endpoint])
+    assert result.exit_code == 1
+    assert memory_server.endpoint in result.output
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_in_order(memory_server: ServerProcess, how: signal.Signals) -> None:
+    memory_server.process.send_signal(how)
+    assert memory_server.process.wait(10) == 0
+
+
+def test_a_state_directory_keeps_epochs_rising(tmp_path: Path) -> None:
+    epochs = []
+    (tmp_path / "epoch").write_text("3999999999999\n")  # a server whose clock was 70 years ahead
+    for _ in range(2):
+        with server_process(extra=("--state-dir", str(tmp_path))) as server, DirectoryClient(server.endpoint) as client:
+            epochs.append(client.epoch)
+    assert epochs == [4_000_000_000_000, 4_000_000_000_001]
+
+
+def test_a_state_file_with_an_absurd_epoch_is_named(tmp_path: Path) -> None:
+    (tmp_path / "epoch").write_text("99999999999999\n")
+    result = CliRunner().invoke(main, ["run", "--state-dir", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "99999999999999" in result.output

@@ -1,0 +1,107 @@
+"""The halves of an engine agree before they share a namespace, and leave one by one."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from maru_shm.geometry import KvLayout, KvPlane, KvRegion, RegionKind
+from maru_shm.layout import Role
+from maru_shm.messages import Attach, RefusalCode
+from maru_sidecar.engines import EngineRegistry, Refusal
+
+LAYOUT = KvLayout(64, 16, (KvPlane(0, 0, 4096, 4096),), (KvRegion(RegionKind.PROCESS_VM, 4096, 1 << 20),), "sig")
+
+
+def worker(rank: int = 0, world: int = 2, **changes: object) -> Attach:
+    base = Attach(Role.WORKER, "e", rank, world, b"r" * 16, 64, 8, 8, 8, LAYOUT)
+    return msgspec.structs.replace(base, **changes)
+
+
+def scheduler(**changes: object) -> Attach:
+    return worker(role=Role.SCHEDULER, layout=None, **changes)
+
+
+@pytest.fixture
+def registry() -> EngineRegistry:
+    return EngineRegistry(region_bytes=1 << 20, max_engines=3)
+
+
+def test_an_engine_is_complete_when_every_rank_has_registered(registry: EngineRegistry) -> None:
+    engine = registry.claim(scheduler(), 1)
+    assert engine.namespace == b""
+    assert registry.claim(worker(0), 2) is engine
+    assert engine.namespace
+    registry.claim(worker(1), 3)
+    registry.registered(engine, 0)
+    assert not engine.complete
+    registry.registered(engine, 1)
+    assert engine.complete
+    assert engine.slab_bytes == 4 * 4096
+    assert engine.blocks_per_chunk == 4
+
+
+def test_a_rank_that_leaves_takes_only_itself_along(registry: EngineRegistry) -> None:
+    engine = registry.claim(worker(0), 1)
+    registry.claim(worker(1), 2)
+    for rank in (0, 1):
+        registry.registered(engine, rank)
+    registry.leave(engine, Role.WORKER, 1, 2)
+    registry.leave(engine, Role.WORKER, 1, 2)
+    assert not engine.complete
+    assert engine.registered == {0}
+    assert registry.claim(worker(1), 3) is engine
+    registry.leave(engine, Role.WORKER, 1, 2)  # a late goodbye of the session before
+    assert (Role.WORKER, 1) in engine.claims
+
+
+def test_an_engine_is_forgotten_with_its_last_session(registry: EngineRegistry) -> None:
+    engine = registry.claim(worker(0), 1)
+    registry.leave(engine, Role.WORKER, 0, 1)
+    assert not registry.engines
+    assert registry.claim(worker(0, world=1, chunk_tokens=128), 2).world == 1
+
+
+def test_a_scheduler_that_stays_sees_its_workers_return_with_another_geometry(registry: EngineRegistry) -> None:
+    engine = registry.claim(scheduler(world=1), 1)
+    registry.claim(worker(0, world=1), 2)
+    before = engine.namespace
+    registry.leave(engine, Role.WORKER, 0, 2)
+    registry.claim(worker(0, world=1, layout=msgspec.structs.replace(LAYOUT, signature="other")), 3)
+    assert engine.namespace not in (b"", before)
+
+
+@pytest.mark.parametrize(
+    ("attach", "words"),
+    [
+        (worker(1, world=3), "world size is '2'.*'3'"),
+        (worker(1, chunk_tokens=32), "chunk_tokens is '64'.*'32'"),
+        (worker(1, root=b"s" * 16), "root is"),
+        (worker(1, layout=msgspec.structs.replace(LAYOUT, signature="x")), "geometry is"),
+        (worker(0), "worker 0 of engine 'e' is attached already"),
+    ],
+)
+def test_a_half_that_disagrees_is_refused_and_changes_nothing(registry: EngineRegistry, attach: Attach, words: str) -> None:
+    engine = registry.claim(worker(0), 1)
+    with pytest.raises(Refusal, match=words) as caught:
+        registry.claim(attach, 2)
+    assert caught.value.code is RefusalCode.CONFLICT
+    assert engine.claims == {(Role.WORKER, 0): 1}
+
+
+def test_a_refused_first_half_leaves_no_engine_behind(registry: EngineRegistry) -> None:
+    with pytest.raises(Refusal, match="40 tokens"):
+        registry.claim(worker(0, chunk_tokens=40), 1)
+    assert not registry.engines
+
+
+def test_a_slab_that_fits_no_region_is_refused_with_both_sizes(registry: EngineRegistry) -> None:
+    with pytest.raises(Refusal, match="1048576 bytes, a pool region 1048576"):
+        registry.claim(worker(0, chunk_tokens=16 * 256), 1)
+
+
+def test_engines_are_bounded(registry: EngineRegistry) -> None:
+    for i in range(3):
+        registry.claim(worker(0, engine_id=f"e{i}"), i)
+    with pytest.raises(Refusal, match="3 engines"):
+        registry.claim(worker(0, engine_id="one too many"), 9)
