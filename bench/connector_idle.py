@@ -93,7 +93,9 @@ def main() -> None:
     options = parse_options({"maru.socket": arguments.socket})
     worker = WorkerHalf(options, HostFence)
     if not worker.attach(
-        SidecarLink(arguments.socket, lambda: attach(Role.WORKER, layout), on_attached=worker.on_attached, on_lost=worker.on_lost)
+        SidecarLink(
+            arguments.socket, lambda: attach(Role.WORKER, layout), on_attached=worker.on_attached, on_lost=worker.on_lost
+        )
     ):
         raise SystemExit(f"no sidecar at {arguments.socket}")
     link = SidecarLink(arguments.socket, lambda: attach(Role.SCHEDULER, None))

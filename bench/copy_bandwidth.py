@@ -35,6 +35,7 @@ from tests.support.shm_pool import ShmPool  # noqa: E402
 from maru_shm.geometry import KvLayout, KvPlane, KvRegion  # noqa: E402
 from maru_sidecar.transfer.base import Direction  # noqa: E402
 from maru_sidecar.transfer.cuda import CudaCopy, CudaTarget, CudaTransfer  # noqa: E402
+from maru_sidecar.transfer.cuda_driver import CudaDriver  # noqa: E402
 
 LAYERS, BLOCKS, PER_CHUNK = 32, 1024, 16
 SLICE = 64 << 20
@@ -161,6 +162,19 @@ class Bench:
                     )  # fmt: skip
         target.close()
 
+    def layers_apart(self) -> None:
+        """Every layer in an allocation of its own, by the batch calls and copy by copy."""
+        for kib in (64, 16):
+            self.measure(kib << 10, 4685 * (64 // kib), "an allocation per layer", allocations=LAYERS)
+        batching, driver = self.transfer, CudaDriver()
+        batching.close()
+        driver.limit_batch(0)
+        self.transfer = CudaTransfer(self.pool.mapping, POOL, driver=driver)
+        self.measure(65536, 4685, "an allocation per layer, copy by copy", allocations=LAYERS)
+        self.measure(65536, 4685, "copy by copy")
+        self.transfer.close()
+        self.transfer = CudaTransfer(self.pool.mapping, POOL)
+
     def duplex(self, piece: int, num_blocks: int) -> None:
         """Loads and stores at once, each on half of the pool, two prompts each."""
         target = self.attach(num_blocks, piece)
@@ -236,16 +250,19 @@ def main() -> None:
     parser.add_argument("--pieces", default="64,32,16,8", help="piece sizes in KiB")
     parser.add_argument("--shm", default="/dev/shm", help="tmpfs that holds the pool (one mounted with huge=always, say)")
     parser.add_argument("--only-pieces", action="store_true", help="nothing but those rows")
+    parser.add_argument("--only-apart", action="store_true", help="nothing but layers in allocations of their own")
     parser.add_argument("--json", type=Path, help="write all rows there")
     options = parser.parse_args()
     pieces = [int(kib) for kib in options.pieces.split(",")]
     bench = Bench(quick=options.quick, directory=options.shm)
     try:
+        if options.only_apart:
+            bench.layers_apart()
+            return
         for shape in shapes(pieces, quick=options.quick):
             bench.measure(*shape)
         if not options.only_pieces:
-            for kib in (64, 16):
-                bench.measure(kib << 10, 4685 * (64 // kib), "an allocation per layer", allocations=LAYERS)
+            bench.layers_apart()
             bench.duplex(65536, 4685)
             bench.interference(65536, 4685)
     finally:

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from maru_connector import layout, namespace
 from maru_connector.fence import HostFence, StepFence
-from maru_connector.link import SidecarLink
+from maru_connector.link import LinkState, SidecarLink
 from maru_connector.log import get_logger
 from maru_connector.metadata import StepMetadata
 from maru_connector.options import Options, check_chunk, parse_options
@@ -28,7 +28,7 @@ from maru_connector.worker_half import WorkerHalf
 from maru_shm import keys
 from maru_shm import messages as M
 from maru_shm.atomics import require_supported_platform
-from maru_shm.errors import AttachRefused
+from maru_shm.errors import MaruError
 from maru_shm.geometry import KvLayout
 from maru_shm.layout import Role
 from maru_shm.segment import Segment
@@ -86,9 +86,13 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if not (transfer.is_kv_producer and transfer.is_kv_consumer):
             logger.warning("maru: kv_role is %r; 'kv_both' stores and loads.", transfer.kv_role)
         deferred = self._options.deferred_load
-        if not deferred and getattr(self._vllm_config, "use_v2_model_runner", False):
-            # A synchronous load that fails is recomputed wrongly by model runner V2 (vllm#49250).
-            logger.warning("maru: maru.deferred_load=false needs model runner V1; hits are loaded deferred.")
+        config = self._vllm_config
+        if not deferred and (getattr(config, "use_v2_model_runner", False) or config.scheduler_config.async_scheduling):
+            # Model runner V2 recomputes a failed synchronous load wrongly (vllm#49250), and with asynchronous scheduling the
+            # next step has been planned on the failed one.
+            logger.warning(
+                "maru: maru.deferred_load=false needs model runner V1 and no asynchronous scheduling; hits are loaded deferred."
+            )
             deferred = True
         if self._options.layerwise_overlap:
             logger.warning("maru: maru.layerwise_overlap is not available on this engine; hits are loaded deferred.")
@@ -98,7 +102,8 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
             ranks=self._vllm_config.parallel_config.world_size, deferred=deferred, may_load=transfer.is_kv_consumer,
             may_store=transfer.is_kv_producer,
         )  # fmt: skip
-        link.poll()
+        if link.poll() is None and link.state is not LinkState.DISCONNECTED:
+            link.wait_attached(self._options.attach_timeout_s)  # somebody answers: the first request can hit
         return half
 
     def _on_lost(self, session: Any) -> None:
@@ -125,7 +130,7 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return
         try:
             self._layout = layout.describe(kv_caches, self._kv_cache_config.num_blocks, self._block_tokens)
-        except AttachRefused as e:
+        except MaruError as e:
             logger.warning("maru: this worker runs without the cache: %s.", e)
             return
         parallel = self._vllm_config.parallel_config

@@ -69,7 +69,7 @@ def model_facts(vllm_config: Any, kv_cache_config: Any) -> dict[str, object]:
         "head_size": model.get_head_size(),
         "window": str(getattr(model, "get_sliding_window", lambda: None)()),
     }
-    if any(word in json.dumps(hf_config, default=str) for word in (f'"{r}"' for r in _LENGTH_DEPENDENT_ROPE)):
+    if any(word in json.dumps(hf_config, default=_plain) for word in (f'"{r}"' for r in _LENGTH_DEPENDENT_ROPE)):
         facts["max_model_len"] = model.max_model_len
     if spec_config is not None:
         facts["draft"] = [str(getattr(spec_config, "method", "")), str(getattr(spec_config, "model", ""))]
@@ -88,7 +88,15 @@ def _config_dict(config: Any) -> dict[str, object]:
 
 
 def _digest(value: object) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=_plain).encode(), digest_size=16).hexdigest()
+
+
+def _plain(value: object) -> object:
+    """An odd configuration value as something that is equal in every process: no addresses, no hash order."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    text = str(value)
+    return type(value).__name__ if " at 0x" in text else text
 
 
 def _weights(name: str, revision: str | None, hf_config: Any) -> dict[str, object]:

@@ -4,9 +4,7 @@ Nothing here waits for I/O. A lookup is posted when a request arrives and read w
 lease, held by the LOOKUP's own record until the load is over, the hit turns out useless, or the request goes. Every path
 out of a request ends in :meth:`SchedulerHalf._drop_lookup`, which is how leases do not leak.
 
-Stores are written behind: nothing while a prompt is still being prefilled in chunks, the whole prefix once it is complete, each
-chunk of generated tokens as it fills up, and what is left when the request ends. Only confirmed tokens count: the tokens of the
-request's own list that a launched step has computed; drafts and placeholders of asynchronous scheduling are not in that list.
+When a store is due is decided here, which chunks it carries in ``store_planner.py``.
 """
 
 from __future__ import annotations
@@ -21,12 +19,13 @@ import numpy as np
 from maru_connector import namespace
 from maru_connector.link import SidecarLink
 from maru_connector.log import OnceLogger, get_logger
-from maru_connector.metadata import LoadJob, StepMetadata, StoreJob, WorkerReport
+from maru_connector.metadata import LoadJob, StepMetadata, WorkerReport
 from maru_connector.options import Options
 from maru_connector.pins import BlockPins
 from maru_connector.request_state import Lookup, Phase, RequestState
 from maru_connector.session import Session
 from maru_connector.stats import MaruStats
+from maru_connector.store_planner import StorePlanner
 from maru_shm import keys as K
 from maru_shm import layout as L
 from maru_shm.errors import RingFull
@@ -36,7 +35,6 @@ logger = get_logger("maru_connector")
 MAX_UNANSWERED = 4  #: lookups without an answer; beyond, the sidecar is taken for stalled and everything misses at once
 EARLY_LOOKUPS = 64  #: lookups posted at arrival; a longer queue looks up when its turn comes, before its lease runs out
 LEASE_MARGIN_NS = 2_000_000_000  #: a lease about to end is not built upon
-STORE_JOB_CHUNKS = 64  #: a long prefix is stored in pieces, so that its pins are released as it goes
 _MISS = (0, False)
 
 
@@ -57,14 +55,14 @@ class SchedulerHalf:
         self._may_load = may_load
         self._may_store = may_store
         self._requests: dict[str, RequestState] = {}
-        self._pins = BlockPins(int(num_blocks * options.max_pinned_share), ranks)
+        pins = BlockPins(int(num_blocks * options.max_pinned_share), ranks)
+        self._stores = StorePlanner(options.chunk_tokens, block_tokens, pins)
         self._max_parked = int(num_blocks * options.max_parked_share)
         self._parked = 0
-        self._last_use = np.zeros(num_blocks, dtype=np.int64)
+        self._last_use = np.zeros(num_blocks, dtype=np.int64)  # block → last step that could write it
+        self._fence_floor = 0
         self._loads: list[LoadJob] = []
-        self._stores: list[StoreJob] = []
         self._cancels: list[str] = []
-        self._next_job = 1
         self._step = 0
         self._spin_left = options.lookup_spin_us / 1e6
         self._open_lookups = 0
@@ -91,6 +89,7 @@ class SchedulerHalf:
         extra = namespace.chunk_extra(request, size)
         keys = K.ChunkKeys(root, size, extra) if extra is not None else K.ChunkKeys(root, size)
         state = RequestState(request, root, keys, store_at=request.num_prompt_tokens)
+        state.may_store = self._may_store
         state.may_look_up = self._may_load and not getattr(request, "skip_reading_prefix_cache", False)
         return state
 
@@ -218,8 +217,7 @@ class SchedulerHalf:
         if n == 0:
             self._drop_lookup(state)
             return
-        lookup = state.lookup
-        assert lookup is not None, f"{n} external tokens for {request.request_id}, which has no lease"
+        lookup = state.lookup  # None if the sidecar went meanwhile: the load is tried all the same, or recomputed
         size, per_chunk = self.options.chunk_tokens, self._per_chunk
         begin, end = state.claimed_from, state.claimed_from + n
         first, last = begin // size, -(-end // size)
@@ -233,9 +231,9 @@ class SchedulerHalf:
             blocks=row.tobytes(),
             depth=first,
             fence=0,  # known when the step is built: this step's preemptions count
-            lease=lookup.ticket,
-            lease_session=lookup.session.id,
-            generation=lookup.session.generation,
+            lease=lookup.ticket if lookup else 0,
+            lease_session=lookup.session.id if lookup else 0,
+            generation=lookup.session.generation if lookup else 0,
             synchronous=not self._deferred,
         )
         self._loads.append(state.job)
@@ -258,27 +256,29 @@ class SchedulerHalf:
             session.segment.words[L.WORD_CLIENT_STEP] = self._step
         scheduled = output.num_scheduled_tokens
         if scheduled or output.preempted_req_ids:
-            self._track(output, scheduled)
+            self._track(output, scheduled, session)
         meta = StepMetadata(self._step, bool(scheduled))
         if self._loads:
             meta.loads, self._loads = self._loads, []
             for job in meta.loads:
                 ids = np.frombuffer(job.blocks, dtype="<i4")
-                job.fence = int(self._last_use[ids[ids != L.SKIP_BLOCK]].max(initial=0))
-        if self._stores:
-            meta.stores, self._stores = self._stores, []
+                job.fence = int(self._last_use[ids[ids != L.SKIP_BLOCK]].max(initial=self._fence_floor))
+        if self._stores.planned:
+            meta.stores = self._stores.take()
         if self._cancels:
             meta.cancel_loads, self._cancels = self._cancels, []
         if session is not None:
             session.flush()
         return meta
 
-    def _track(self, output: Any, scheduled: dict[str, int]) -> None:
+    def _track(self, output: Any, scheduled: dict[str, int], session: Session | None) -> None:
         requests = self._requests
         for request_id in output.preempted_req_ids or ():
             state = requests.get(request_id)
-            if state is not None:
-                self._blocks_freed(state, state.block_ids)
+            if state is None:
+                self._fence_floor = self._step - 1  # an uncacheable request: its blocks are not known here
+            else:
+                self._blocks_freed(state.block_ids, state.last_step)
                 state.block_ids = []
         for new in output.scheduled_new_reqs:
             state = requests.get(new.req_id)
@@ -301,59 +301,14 @@ class SchedulerHalf:
                 continue
             state.last_step = step
             computed = state.request.num_computed_tokens + n_tokens
-            if computed >= state.store_at and state.may_store:
-                self._store_due(state, min(computed, state.request.num_tokens))
+            if computed >= state.store_at and state.may_store and session is not None:
+                self._stores.plan(state, min(computed, state.request.num_tokens))
 
-    def _blocks_freed(self, state: RequestState, block_ids: Iterable[int]) -> None:
-        """Remember when the request's blocks were last written: a load into them waits for that step and no other."""
+    def _blocks_freed(self, block_ids: Iterable[int], last_step: int) -> None:
+        """Remember when blocks were last written: a load into them waits for that step and no other."""
         ids = np.fromiter(block_ids, dtype=np.int64)
         if len(ids):
-            self._last_use[ids] = np.maximum(self._last_use[ids], state.last_step)
-
-    # --- stores -------------------------------------------------------------------------------------------------------------
-    def _store_due(self, state: RequestState, tokens: int) -> None:
-        """Post what is complete of the first ``tokens`` tokens and not stored, as far as pins allow."""
-        size, per_chunk = self.options.chunk_tokens, self._per_chunk
-        n = tokens // size
-        if n > state.stored and self._can_store(state):
-            n = min(n, len(state.block_ids) // per_chunk)
-            state.keys.extend(state.request.all_token_ids, n * size)
-            while state.stored < n:
-                count = min(n - state.stored, STORE_JOB_CHUNKS)
-                if self._pins.pinned:
-                    count = min(count, self._pins.room() // per_chunk)
-                if count <= 0:
-                    return  # asked again next step; stores in flight will have given pins back
-                self._post_store(state, state.stored, count)
-        state.store_at = max(state.store_at, (max(n, state.stored) + 1) * size)
-
-    def _can_store(self, state: RequestState) -> bool:
-        return self._may_store and state.may_store and self.link.session is not None and self._pins.ready
-
-    def _post_store(self, state: RequestState, first: int, count: int) -> None:
-        per_chunk = self._per_chunk
-        ids = state.block_ids[first * per_chunk : (first + count) * per_chunk]
-        state.stored = first + count
-        if 0 in ids:  # vLLM's null block: part of the prefix is not in the cache any more
-            state.may_store = False
-            return
-        key_bytes = state.keys.keys
-        parent = bytes(key_bytes[(first - 1) * L.KEY_BYTES : first * L.KEY_BYTES]) if first else state.root
-        row = np.full((count + 1) * per_chunk, L.SKIP_BLOCK, dtype="<i4")
-        row[per_chunk:] = ids
-        job = self._next_job
-        self._next_job += 1
-        self._pins.pin(job, ids)
-        self._stores.append(
-            StoreJob(
-                job=job,
-                request_id=state.request.request_id,
-                keys=parent + bytes(key_bytes[first * L.KEY_BYTES : (first + count) * L.KEY_BYTES]),
-                blocks=row.tobytes(),
-                depth=first,
-                fence=state.last_step,
-            )
-        )
+            self._last_use[ids] = np.maximum(self._last_use[ids], last_step)
 
     # --- outcomes -----------------------------------------------------------------------------------------------------------
     def update_connector_output(self, output: Any) -> None:
@@ -361,7 +316,7 @@ class SchedulerHalf:
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             for job, ranks in report.stores_done.items():
-                self._pins.done(job, ranks)
+                self._stores.pins.done(job, ranks)
             for request_id in report.loads_failed:
                 state = self._requests.get(request_id)
                 if state is not None:
@@ -395,6 +350,7 @@ class SchedulerHalf:
         """Store what is left and let go. Pins keep the blocks; their free is never delayed."""
         state = self._requests.get(request.request_id)
         if state is None:
+            self._blocks_freed(block_ids, self._step)
             return
         self._drop_lookup(state)
         if state.phase is Phase.LOADING:
@@ -402,11 +358,12 @@ class SchedulerHalf:
             self._cancels.append(request.request_id)
             return
         state.block_ids = block_ids
-        self._blocks_freed(state, block_ids)
+        self._blocks_freed(block_ids, state.last_step)
         if block_ids:
             # The last token sampled has no KV unless a further step was launched: never counted.
             tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-            self._store_due(state, tokens)
+            if state.may_store and self.link.session is not None:
+                self._stores.plan(state, tokens)
             if (left := tokens // self.options.chunk_tokens - state.stored) > 0:
                 self._stats.add(chunks_not_stored=left)
         if state.job is not None:  # a synchronous load: the step it was for is over
@@ -415,10 +372,10 @@ class SchedulerHalf:
 
     def has_pending_work(self) -> bool:
         """Whether an idle engine has to keep stepping: stores to post or to unpin."""
-        return bool(self._stores or self._cancels or len(self._pins))
+        return bool(self._cancels or self._stores.planned or len(self._stores.pins))
 
     def bind_block_pool(self, pool: Any) -> None:
-        self._pins.bind(pool)
+        self._stores.pins.bind(pool)
 
     def reset_cache(self) -> bool:
         """Nothing stored before is served to this engine again: from here its keys start from a new, private root.
@@ -436,7 +393,7 @@ class SchedulerHalf:
             fresh.block_ids, fresh.last_step, fresh.job, fresh.lease = state.block_ids, state.last_step, state.job, state.lease
             fresh.parked_blocks, fresh.ranks_left = state.parked_blocks, state.ranks_left
             # Blocks it still holds are of before the reset; preemption drops them.
-            fresh.may_store = not state.block_ids
+            fresh.may_store = self._may_store and not state.block_ids
             self._requests[request_id] = fresh
         return True
 

@@ -7,8 +7,8 @@
 4. A table is printed. The demo fails unless every answer is identical, every hit is as long as it can be, the restored KV is
    equal to the computed KV byte for byte, and nothing is left behind.
 
-The reference matters: a short prefill after a hit has another shape than the whole prompt's, and floating-point sums depend on the
-shape. The prompts' lengths make the engine's own hit and the sidecar's end at the same token, so that both compute the same rest.
+The reference matters: a short prefill after a hit has another shape than the whole prompt's, and floating-point sums depend on
+the shape. The prompts' lengths make the engine's own hit and the sidecar's end at the same token: both compute the same rest.
 """
 
 from __future__ import annotations

@@ -22,11 +22,6 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
-    @property
-    def settings_lease_ms(self) -> int:
-        """How long a heartbeat renews a node's lease."""
-        ...
-
     def epoch(self) -> int: ...
 
     def tick(self) -> None:

@@ -16,7 +16,7 @@ from maru_server import __version__
 from maru_server.auth import new_token, read_token
 from maru_server.backend import Backend
 from maru_server.client import DirectoryClient
-from maru_server.cluster import Settings
+from maru_server.cluster_state import Settings
 from maru_server.connection import DEFAULT_ENDPOINT, default_endpoint
 from maru_server.memory import MemoryBackend
 from maru_server.render import Format, Row, render, rows_of

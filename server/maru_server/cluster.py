@@ -12,8 +12,8 @@ Keys of a region can be found in GRANTED, PROVISIONAL and ORPHANED; they vanish 
 reused within an epoch, so ending a grant withdraws all its keys at once, and a sweep removes them later.
 
 *Time without a common clock.* Several servers may front one Redis, and wall clocks jump. So nothing here is "older than": a
-server acts when it has itself seen a fact unchanged for the whole time (:class:`Observer`). A member's fact is its heartbeat
-counter. A server that starts late only waits longer, which is safe.
+server acts when it has itself seen a fact unchanged for the whole time (:class:`~maru_server.cluster_state.Observer`). A
+member's fact is its heartbeat counter. A server that starts late only waits longer, which is safe.
 
 *After the state was lost* (memory server restarted), leases of the epoch before may still run and nobody knows them. For lease
 + grace (the *hold*) nothing is granted; nodes claim what they hold, and of two claims of one region the higher token wins. A
@@ -23,119 +23,13 @@ claim stays PROVISIONAL until the hold ends.
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Callable, Mapping
 
-import msgspec
-
 from maru_server import protocol as P
+from maru_server.cluster_state import OPS_REMEMBERED, READABLE, ClusterState, Device, Due, Grant, Member, Observer, Settings
 from maru_server.errors import ServerRefused
 from maru_server.places import ReadableMask
 from maru_server.protocol import ClaimResult, ClaimVerdict, ErrorCode, GrantInfo, GrantState, MemberState, Region
-
-OPS_REMEMBERED = 16  #: idempotency window of a member; a client has one allocation in flight
-READABLE = (GrantState.GRANTED, GrantState.PROVISIONAL, GrantState.ORPHANED)
-_TOKENS_PER_MS = 1 << 20  # epochs are ms since 1970, so tokens of a later epoch are larger
-EPOCH_END = (1 << 63) // _TOKENS_PER_MS  #: in the year 2248 tokens would leave 63 bits
-
-
-class Settings(msgspec.Struct, frozen=True):
-    """Times in ms. ``lease_ms`` + ``grace_ms`` is how long a silent node keeps its regions from others."""
-
-    lease_ms: int = 10_000
-    grace_ms: int = 2_000
-    heartbeat_ms: int = 2_000
-    reap_ms: int = 600_000  #: a dead node's chunks stay readable this long
-    max_pin_ms: int = 60_000
-    max_keys: int = 200_000_000
-    max_members: int = 10_000
-    max_devices: int = 1024
-    max_tables: int = 16_384
-
-    @property
-    def silence_ms(self) -> int:
-        return self.lease_ms + self.grace_ms
-
-
-class Member(msgspec.Struct):
-    node: str
-    incarnation: int
-    label: str
-    state: MemberState = MemberState.ALIVE
-    ops: dict[str, list[int]] = {}  #: op id → grant ids it got
-
-
-class Device(msgspec.Struct):
-    n_regions: int
-    region_bytes: int
-    first: int
-    label: str
-
-
-class Grant(msgspec.Struct):
-    id: int
-    device: bytes
-    region: int
-    node: str
-    incarnation: int
-    token: int
-    state: GrantState
-    slab_bytes: int
-
-    def info(self) -> GrantInfo:
-        return GrantInfo(self.id, self.device, self.region, self.node, self.token, self.state, self.slab_bytes)
-
-
-class ClusterState(msgspec.Struct):
-    """What is stored. ``unswept``: ended grants whose keys may still be in the directory's tables."""
-
-    epoch: int
-    hold: bool
-    next_token: int
-    next_grant: int = 1
-    members: dict[str, Member] = {}
-    devices: dict[bytes, Device] = {}
-    grants: dict[int, Grant] = {}
-    last_incarnation: dict[str, int] = {}
-    last_token: dict[str, int] = {}
-    unswept: list[int] = []
-
-    @staticmethod
-    def new(after_epoch: int = 0) -> ClusterState:
-        """The state of a new epoch, larger than ``after_epoch`` even if the wall clock went back."""
-        epoch = max(time.time_ns() // 1_000_000, after_epoch + 1)
-        return ClusterState(epoch=epoch, hold=True, next_token=epoch * _TOKENS_PER_MS)
-
-
-class Due(msgspec.Struct):
-    """What time has made due; applied by :meth:`Cluster.apply`."""
-
-    dead: dict[str, int] = {}  #: member → the heartbeat count it stopped at
-    reap: list[int] = []
-    drained: list[int] = []
-    hold_over: bool = False
-
-    def __bool__(self) -> bool:
-        return bool(self.dead or self.reap or self.drained or self.hold_over)
-
-
-class Observer:
-    """How long this process has seen each fact unchanged."""
-
-    def __init__(self) -> None:
-        self._seen: dict[object, tuple[object, int]] = {}
-
-    def unchanged_ms(self, fact: object, value: object, now_ns: int) -> int:
-        seen = self._seen.get(fact)
-        if seen is None or seen[0] != value:
-            self._seen[fact] = (value, now_ns)
-            return 0
-        return (now_ns - seen[1]) // 1_000_000
-
-    def keep(self, facts: set[object]) -> None:
-        """Forget every other fact."""
-        for gone in self._seen.keys() - facts:
-            del self._seen[gone]
 
 
 def member_key(node: str, incarnation: int) -> str:
@@ -159,6 +53,7 @@ class Cluster:
         for g in state.grants.values():
             if g.id not in self._waiting:
                 self._held[member_key(g.node, g.incarnation)].add(g.id)
+        self._infos: dict[int, GrantInfo] = {}  # as sent, until the grant changes
         self._free: dict[bytes, list[int]] = {}  # heaps; an index in them may have been claimed meanwhile
         self._n_free = {d: v.n_regions - v.first for d, v in state.devices.items()}
         for g in state.grants.values():
@@ -211,6 +106,7 @@ class Cluster:
         held = self._held.pop(key)
         for i in held:
             self.state.grants[i].state = GrantState.ORPHANED
+            self._infos.pop(i, None)
         self._waiting |= held
         return True
 
@@ -263,7 +159,7 @@ class Cluster:
         if n_free < m.count:
             raise ServerRefused(
                 ErrorCode.NO_SPACE,
-                f"{m.count} regions asked, {n_free} free of {sum(s.devices[d].n_regions - s.devices[d].first for d in devices)}",
+                f"{m.count} regions asked, {n_free} free on {len(devices)} devices",
                 "free regions, wait for a dead node's to be reaped, or add a device",
                 self.settings.heartbeat_ms,
             )
@@ -316,6 +212,7 @@ class Cluster:
     def _withdraw(self, grant: Grant) -> None:
         """From now on its keys are not found and its holder may not register."""
         self.readable.discard(grant.id)
+        self._infos.pop(grant.id, None)
         self._held.get(member_key(grant.node, grant.incarnation), set()).discard(grant.id)
 
     def _drain(self, grant: Grant) -> None:
@@ -356,6 +253,7 @@ class Cluster:
         if grant.state is GrantState.ORPHANED:  # same grant id, so its keys stay where they are
             grant.incarnation, grant.token, grant.state = member.incarnation, self._token(), GrantState.GRANTED
             self._waiting.discard(grant.id)
+            self._infos.pop(grant.id, None)
             self._held[member_key(member.node, member.incarnation)].add(grant.id)
             s.last_token[_region_key(r.device, r.index)] = grant.token
         elif not self._holds(grant, member):
@@ -409,6 +307,7 @@ class Cluster:
             for grant in s.grants.values():
                 if grant.state is GrantState.PROVISIONAL:
                     grant.state = GrantState.GRANTED
+                    self._infos.pop(grant.id, None)
         ended = [key for key in due.dead if self.end_member(key)]
         for i in due.reap:
             if (orphan := s.grants.get(i)) is not None and orphan.state is GrantState.ORPHANED:
@@ -425,8 +324,16 @@ class Cluster:
         return self._held[key]
 
     def infos(self, ids: set[int]) -> list[GrantInfo]:
-        grants = self.state.grants
-        return [grants[i].info() for i in sorted(ids) if i in grants]
+        """What grant ids stand for; ids that have ended are left out."""
+        found = []
+        for i in ids:
+            info = self._infos.get(i)
+            if info is None:
+                if (grant := self.state.grants.get(i)) is None:
+                    continue
+                info = self._infos[i] = grant.info()
+            found.append(info)
+        return found
 
     def nodes(self, keys_of: Callable[[int], int], silent_ms: Callable[[str], int]) -> list[P.NodeInfo]:
         out = []

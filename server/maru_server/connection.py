@@ -100,14 +100,17 @@ class Connection:
 
     def wait(self, request_id: int, timeout_ms: int) -> P.Reply:
         """The reply to a request of ours; replies to others are dropped."""
+        return self._wait(request_id, timeout_ms)[1]
+
+    def _wait(self, request_id: int, timeout_ms: int) -> tuple[int, P.Reply]:
         end = time.monotonic() + timeout_ms / 1000
         while (left := end - time.monotonic()) > 0:
             got = self.receive(max(1, int(left * 1000)))
             if got is not None and got[0] == request_id:
-                return checked(got[2])
+                return got[1], checked(got[2])
         self.close()
         raise ServerUnavailable(
-            f"metadata server {self.endpoint} did not answer within {timeout_ms} ms", "check that it runs and that tokens agree"
+            f"no metadata server at {self.endpoint} answered within {timeout_ms} ms", "check that it runs and that tokens agree"
         )
 
     def hello(
@@ -122,18 +125,10 @@ class Connection:
     ) -> P.Welcome:
         """Open the session (again). Raises as :meth:`call`."""
         message = P.Hello(P.PROTOCOL_MIN, P.PROTOCOL, client, node, incarnation, predecessor, label)
-        request_id = self.send(message, epoch=0)
-        end = time.monotonic() + timeout_ms / 1000
-        while (left := end - time.monotonic()) > 0:
-            got = self.receive(max(1, int(left * 1000)))
-            if got is not None and got[0] == request_id:
-                welcome = expect(checked(got[2]), P.Welcome)
-                self.epoch, self.welcome = got[1], welcome
-                return welcome
-        self.close()
-        raise ServerUnavailable(
-            f"no metadata server at {self.endpoint} within {timeout_ms} ms", "check that it runs and that tokens agree"
-        )
+        epoch, reply = self._wait(self.send(message, epoch=0), timeout_ms)
+        self.welcome = expect(reply, P.Welcome)
+        self.epoch = epoch
+        return self.welcome
 
 
 def checked(reply: P.Reply) -> P.Reply:

@@ -17,7 +17,8 @@ import numpy as np
 
 from maru_server import protocol as P
 from maru_server.backend import Keys, Table
-from maru_server.cluster import EPOCH_END, Cluster, ClusterState, Observer, Settings
+from maru_server.cluster import Cluster
+from maru_server.cluster_state import EPOCH_END, ClusterState, Observer, Settings
 from maru_server.errors import ServerRefused
 from maru_server.lease import boottime_ns
 from maru_server.places import grant_ids
@@ -93,10 +94,6 @@ class MemoryBackend:
         self._next_pin = state.epoch << 20
         self._sweep: Iterator[None] | None = None
         self._counts: Counter[str] = Counter()
-
-    @property
-    def settings_lease_ms(self) -> int:
-        return self._settings.lease_ms
 
     def epoch(self) -> int:
         return self._cluster.state.epoch

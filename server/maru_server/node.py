@@ -16,7 +16,6 @@ are claimed, and the ones that went to another node are revoked.
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import select
@@ -25,15 +24,25 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import zmq
 
 from maru_server import protocol as P
-from maru_server.announce import Slabs, SlabSource, announcements, batches, places
+from maru_server.announce import Slabs, SlabSource, announcements, batches
 from maru_server.connection import Connection, checked, expect
 from maru_server.errors import ServerError, ServerRefused, ServerUnavailable
 from maru_server.lease import NodeLease, RegionLease, boottime_ns
+from maru_server.link_types import (
+    Callback,
+    Item,
+    LinkConfig,
+    LinkState,
+    LinkStats,
+    Pending,
+    Publication,
+    Question,
+    Want,
+)
 from maru_server.protocol import ClaimVerdict, ErrorCode, Outcome
 from maru_shm.errors import MaruError, ProtocolViolation
 
@@ -42,84 +51,10 @@ log = logging.getLogger(__name__)
 _MS = 1_000_000
 _ANNOUNCE_WINDOW = 4  # batches in flight
 _BACKOFF_MS = (50, 2000)
-Callback = Callable[[P.Reply | MaruError], None]  #: the reply (never an Error) or what went wrong; on the link's thread
 
 
-class LinkState(enum.StrEnum):
-    CONNECTING = "connecting"  #: no session; every question is refused at once
-    CLAIMING = "claiming"
-    ANNOUNCING = "announcing"
-    READY = "ready"
-    SUPERSEDED = "superseded"  #: final
-    STOPPED = "stopped"  #: final
-
-
-@dataclass(frozen=True, slots=True)
-class LinkConfig:
-    """``incarnation`` must be larger than that of any earlier process of this node; the default is the wall clock in ns."""
-
-    endpoint: str
-    node: str
-    token: str | None = None
-    incarnation: int = field(default_factory=time.time_ns)
-    predecessor: P.Predecessor = P.Predecessor.UNKNOWN
-    label: str = ""
-    timeout_ms: int = 2000  #: for an answer; after that the connection is made anew
-    queue_max: int = 65_536  #: publications and questions waiting
-
-
-@dataclass(frozen=True, slots=True)
-class LinkStats:
-    """A snapshot for status pages."""
-
-    state: LinkState
-    epoch: int
-    lease_ms_left: int
-    regions: int
-    queued: int
-    in_flight: int
-    keys_announced: int  #: accepted by the server, re-announcements included
-    keys_existing: int  #: another node had them first
-    dropped: int  #: publications that found the queue full
-    reconnects: int
-    last_error: str
-
-
-class _Want:
-    """A region allocation until it is answered for good."""
-
-    def __init__(self, message: P.AllocRegions, end_ns: int, done: Callable[[list[RegionLease] | MaruError], None]) -> None:
-        self.message, self.end_ns, self.done = message, end_ns, done
-        self.next_ns = 0
-        self.asked = False
-
-
-class _Publication:
-    def __init__(self, region: RegionLease, slabs: Slabs, done: Callback | None) -> None:
-        self.region, self.slabs, self.done = region, slabs, done
-
-    def message(self) -> P.Request:
-        return P.Register(self.slabs.namespace, self.slabs.rank, self.slabs.keys, places(self.region, self.slabs))
-
-
-class _Question:
-    """Any other request. ``repeat``: send it again after a reconnection (it is idempotent and changes something)."""
-
-    def __init__(self, request: P.Request, done: Callback | None, *, repeat: bool) -> None:
-        self.request, self.done, self.repeat = request, done, repeat
-
-    def message(self) -> P.Request:
-        return self.request
-
-
-_Item = _Publication | _Question
-
-
-@dataclass(slots=True)
-class _Pending:
-    sent_ns: int
-    answer: Callback
-    item: _Item | None = None
+def _nobody(_result: list[RegionLease] | MaruError) -> None:
+    """Stands for a callback that was handed on."""
 
 
 class NodeLink:
@@ -135,9 +70,9 @@ class NodeLink:
         self._connection = Connection(config.endpoint, config.token)
         self._incarnation = config.incarnation
         self._predecessor = config.predecessor
-        self._queue: deque[_Item] = deque()
-        self._wants: list[_Want] = []
-        self._pending: dict[int, _Pending] = {}
+        self._queue: deque[Item] = deque()
+        self._wants: list[Want] = []
+        self._pending: dict[int, Pending] = {}
         self._epoch = 0
         self._lease_ms = self._heartbeat_ms = 0
         self._next_ns = 0  # next Hello, heartbeat or claim
@@ -150,7 +85,7 @@ class NodeLink:
         self._keys_announced = self._keys_existing = self._dropped = self._reconnects = 0
         self._last_error = ""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # guards _closing and _wants only, held for a few instructions
+        self._lock = threading.Lock()  # guards _closing, _wants and _wake, held for a few instructions
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="maru-server-link", daemon=True)
 
@@ -171,13 +106,18 @@ class NodeLink:
             self._thread.join(timeout_s)
         if not self._thread.is_alive():
             self._connection.close()
-            os.close(self._wake)
+            with self._lock:
+                os.close(self._wake)
+                self._wake = -1
 
     def _ring(self) -> None:
-        try:
-            os.eventfd_write(self._wake, 1)
-        except BlockingIOError:
-            return  # its counter is full: it is ringing
+        with self._lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    @property
+    def _ended(self) -> bool:
+        return self._closing or self.state in (LinkState.SUPERSEDED, LinkState.STOPPED)
 
     def add_device(self, device: bytes, n_regions: int, region_bytes: int, *, first: int = 1, label: str = "") -> None:
         """Make a shared device known now and after each restart of the server."""
@@ -185,27 +125,29 @@ class NodeLink:
         self.submit(m)
 
     def publish(self, region: RegionLease, slabs: Slabs, done: Callback | None = None) -> bool:
-        """Announce committed slabs. False: the queue is full, they are announced with the next full announcement."""
-        if len(self._queue) >= self.config.queue_max:
+        """Announce committed slabs. False: the queue is full (or the link has ended), they are announced with the next full
+        announcement.
+        """
+        if self._ended or len(self._queue) >= self.config.queue_max:
             self._dropped += 1
             self._announce_all = True
             return False
-        self._queue.extend(_Publication(region, batch, done) for batch in batches(slabs))
+        self._queue.extend(Publication(region, batch, done) for batch in batches(slabs))
         self._ring()
         return True
 
     def withdraw(self, namespace: bytes, rank: int, keys: bytes, done: Callback | None = None) -> bool:
         """Take keys back (their slabs are about to be reused). Readers check generations, so a lost withdrawal is a miss."""
-        return self._put(_Question(P.Delete(namespace, rank, keys), done, repeat=True))
+        return self._put(Question(P.Delete(namespace, rank, keys), done, repeat=True))
 
     def submit(self, message: P.Request, done: Callback | None = None) -> bool:
         """Ask anything (lookup, pin, …). False at once when there is no session or the queue is full."""
-        if self.state in (LinkState.CONNECTING, LinkState.SUPERSEDED, LinkState.STOPPED):
+        if self.state is LinkState.CONNECTING:
             return False
-        return self._put(_Question(message, done, repeat=False))
+        return self._put(Question(message, done, repeat=False))
 
-    def _put(self, item: _Item) -> bool:
-        if len(self._queue) >= self.config.queue_max:
+    def _put(self, item: Item) -> bool:
+        if self._ended or len(self._queue) >= self.config.queue_max:
             self._dropped += 1
             return False
         self._queue.append(item)
@@ -226,14 +168,18 @@ class NodeLink:
         """
         message = P.AllocRegions(uuid.uuid4().hex, count, device, slab_bytes)
         with self._lock:
-            self._wants.append(_Want(message, boottime_ns() + timeout_ms * _MS, done))
+            if not self._ended:
+                self._wants.append(Want(message, boottime_ns() + timeout_ms * _MS, done))
+                done = _nobody
+        if done is not _nobody:
+            done(ServerUnavailable("the link to the metadata server has ended", "open a new one"))
         self._ring()
 
     def free_region(self, region: RegionLease) -> None:
         """Give a region back. From this call on it may not be written."""
         region.revoked = True
         self._regions.pop((region.device, region.region), None)
-        self._put(_Question(P.FreeRegions([P.Region(region.device, region.region, region.token)]), None, repeat=True))
+        self._put(Question(P.FreeRegions([P.Region(region.device, region.region, region.token)]), None, repeat=True))
 
     @property
     def regions(self) -> list[RegionLease]:
@@ -295,8 +241,8 @@ class NodeLink:
         if select.select([self._wake], [], [], 0)[0]:
             os.eventfd_read(self._wake)
 
-    def _send(self, message: P.Request, answer: Callback, item: _Item | None = None, *, epoch: int | None = None) -> None:
-        self._pending[self._connection.send(message, epoch=epoch)] = _Pending(boottime_ns(), answer, item)
+    def _send(self, message: P.Request, answer: Callback, item: Item | None = None, *, epoch: int | None = None) -> None:
+        self._pending[self._connection.send(message, epoch=epoch)] = Pending(boottime_ns(), answer, item)
 
     def _on_reply(self, request_id: int, epoch: int, reply: P.Reply) -> None:
         pending = self._pending.pop(request_id, None)
@@ -425,7 +371,7 @@ class NodeLink:
             self._announce, self._announcing, self._announce_all = None, 0, True
         repeat = []
         for p in pending:
-            if isinstance(p.item, _Publication) or (p.item is not None and p.item.repeat):
+            if isinstance(p.item, Publication) or (p.item is not None and p.item.repeat):
                 repeat.append(p.item)
             elif p.item is not None and p.item.done is not None:
                 p.item.done(why)
@@ -453,9 +399,10 @@ class NodeLink:
             if item is not None and item.done is not None:
                 item.done(gone)
         self._queue.clear()
-        for want in self._wants:
+        with self._lock:
+            wants, self._wants = self._wants, []
+        for want in wants:
             want.done(gone)
-        self._wants.clear()
 
     # --- sending ------------------------------------------------------------------------------------------------------------
     @staticmethod
@@ -470,7 +417,7 @@ class NodeLink:
             want.asked = True
             self._send(want.message, lambda reply, want=want: self._on_granted(want, reply))  # type: ignore[misc]
 
-    def _on_granted(self, want: _Want, reply: P.Reply | MaruError) -> None:
+    def _on_granted(self, want: Want, reply: P.Reply | MaruError) -> None:
         if isinstance(reply, ServerRefused) and reply.retry_ms and boottime_ns() + reply.retry_ms * _MS < want.end_ns:
             want.asked, want.next_ns = False, boottime_ns() + reply.retry_ms * _MS
             return
@@ -494,7 +441,7 @@ class NodeLink:
                 self._announce = None
                 break
             self._announcing += 1
-            self._send(_Publication(*batch, None).message(), self._on_announced)
+            self._send(Publication(*batch, None).message(), self._on_announced)
         if self.state is LinkState.ANNOUNCING and self._announce is None and self._announcing == 0:
             self.state = LinkState.READY
         if self.state is LinkState.READY and self._announce_all:
@@ -518,8 +465,8 @@ class NodeLink:
         while self._queue and len(self._pending) < 64:
             item = self._queue.popleft()
 
-            def answered(reply: P.Reply | MaruError, item: _Item = item) -> None:
-                if isinstance(item, _Publication):
+            def answered(reply: P.Reply | MaruError, item: Item = item) -> None:
+                if isinstance(item, Publication):
                     self._count(reply)
                 if item.done is not None:
                     item.done(reply)

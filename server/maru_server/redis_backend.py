@@ -8,6 +8,8 @@ counters beside it, and a member is declared dead only if its counter has not mo
 - The epoch names the stored data: a restarted front keeps it, an emptied store gets a new one and everybody announces again.
 - A freed region waits out the longest pin instead of counting readers: pins and grants lie in different slots.
 
+Run the store with ``maxmemory-policy noeviction``: an evicted grant would be granted twice.
+
 Every access is bounded by ``timeout_s``; a store that does not answer becomes a BACKEND error, which a node treats as a miss.
 """
 
@@ -15,27 +17,25 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
-import redis
-from redis.cluster import RedisCluster
-from redis.exceptions import RedisClusterException, RedisError
 
 from maru_server import protocol as P
 from maru_server import redis_scripts as scripts
 from maru_server.backend import Keys, Table
-from maru_server.cluster import Cluster, ClusterState, Due, Observer, Settings
+from maru_server.cluster import Cluster
+from maru_server.cluster_state import ClusterState, Due, Observer, Settings
 from maru_server.errors import BackendUnavailable, ServerRefused
 from maru_server.lease import boottime_ns
 from maru_server.protocol import ErrorCode, MemberState, Outcome
+from maru_server.redis_store import Command, RedisStore
 
 _CAS_ATTEMPTS = 50
 _SWEEP_COUNT = 1000
 _SWEEP_LOCK_MS = 30_000
 _SWEEP_BUDGET_NS = 10_000_000  # per tick of 100 ms: about 7,000 keys looked at
-_Command = tuple[Any, ...]
 T = TypeVar("T")
 _encode = msgspec.msgpack.Encoder().encode
 _decode_state = msgspec.msgpack.Decoder(ClusterState).decode
@@ -47,25 +47,6 @@ class _Pin(msgspec.Struct, array_like=True):
     keys: bytes
 
 
-def connect(url: str, timeout_s: float = 2.0) -> Any:
-    """A client for ``redis://``, ``rediss://`` or ``unix://`` (one server) or ``redis+cluster://`` (any node of a cluster).
-
-    Raises :class:`BackendUnavailable` if a cluster cannot be reached (a single server is first asked at the first command).
-    """
-    try:
-        if url.startswith(("redis+cluster://", "rediss+cluster://")):
-            return RedisCluster.from_url(
-                url.replace("+cluster", "", 1), socket_timeout=timeout_s, socket_connect_timeout=timeout_s
-            )
-        return redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
-    except (RedisError, RedisClusterException, OSError) as e:
-        raise BackendUnavailable(f"{_without_password(url)}: {e}", "check the address and that it runs") from e
-
-
-def _without_password(url: str) -> str:
-    return url.rsplit("@", 1)[-1]
-
-
 class RedisBackend:
     """See :class:`~maru_server.backend.Backend`. ``prefix`` separates several directories in one store."""
 
@@ -73,8 +54,8 @@ class RedisBackend:
 
     def __init__(self, settings: Settings, url: str, *, prefix: str = "maru", timeout_s: float = 2.0) -> None:
         self._settings = settings
-        self._url = _without_password(url)
-        self._client = connect(url, timeout_s)
+        self._store_client = RedisStore(url, timeout_s)
+        self._run, self._one = self._store_client.run, self._store_client.one
         self._prefix = prefix
         self._meta = f"{{{prefix}:meta}}"
         self._version = b""
@@ -89,30 +70,8 @@ class RedisBackend:
         self._counts: Counter[str] = Counter()
         self._refresh()
 
-    @property
-    def settings_lease_ms(self) -> int:
-        return self._settings.lease_ms
-
     def close(self) -> None:
-        self._client.close()
-
-    # --- store access: every command goes through these two -----------------------------------------------------------
-    def _run(self, commands: Sequence[_Command]) -> list[Any]:
-        """Run commands in one pipeline. A command is a client method's name and its arguments."""
-        try:
-            if len(commands) == 1:
-                name, *args = commands[0]
-                return [getattr(self._client, name)(*args)]
-            cluster = isinstance(self._client, RedisCluster)
-            pipe = self._client.pipeline() if cluster else self._client.pipeline(transaction=False)
-            for name, *args in commands:
-                getattr(pipe, name)(*args)
-            return list(pipe.execute())
-        except (RedisError, RedisClusterException, OSError) as e:
-            raise BackendUnavailable(f"store {self._url}: {type(e).__name__}: {e}", "check that it runs") from e
-
-    def _one(self, name: str, *args: Any) -> Any:
-        return self._run([(name, *args)])[0]
+        self._store_client.close()
 
     def _key(self, suffix: str) -> str:
         return f"{self._meta}:{suffix}"
@@ -129,7 +88,7 @@ class RedisBackend:
         if version != self._version:
             version, blob = self._one("mget", [self._key("version"), self._key("state")])
             if version is None or blob is None:
-                raise BackendUnavailable(f"store {self._url} was emptied while reading", "ask again")
+                raise BackendUnavailable(f"store {self._store_client.url} was emptied while reading", "ask again")
             self._adopt(version, Cluster(_decode_state(blob), self._settings))
         self._refreshed_ns = boottime_ns()
 
@@ -161,7 +120,7 @@ class RedisBackend:
             result = change(cluster)
             if _encode(cluster.state) == blob or self._store(cluster, before, Due()):
                 return result
-        raise BackendUnavailable(f"store {self._url}: too many servers change members at once", "ask again")
+        raise BackendUnavailable(f"store {self._store_client.url}: too many servers change members at once", "ask again")
 
     def epoch(self) -> int:
         if boottime_ns() - self._refreshed_ns > 100_000_000:
@@ -272,7 +231,7 @@ class RedisBackend:
             groups[key[0] >> 4].append(i)
         return groups
 
-    def _eval(self, script: str, table: Table, digit: int, *args: Any) -> _Command:
+    def _eval(self, script: str, table: Table, digit: int, *args: Any) -> Command:
         return ("execute_command", "EVAL", script, 2, *self._bucket(table, digit), *args)
 
     def _raw(self, table: Table, keys: Keys) -> list[bytes]:
@@ -289,7 +248,7 @@ class RedisBackend:
                     out[i] = place
         return out
 
-    def _count_keys(self, added: Counter[int]) -> list[_Command]:
+    def _count_keys(self, added: Counter[int]) -> list[Command]:
         return [("hincrby", self._key("keys"), str(g), n) for g, n in added.items() if n]
 
     def register(self, member: str, table: Table, keys: Keys, places: bytes) -> tuple[bytes, bytes]:

@@ -13,7 +13,7 @@ import zmq
 from maru_server import protocol as P
 from maru_server.auth import guard_server, require_token
 from maru_server.backend import Backend
-from maru_server.cluster import Settings
+from maru_server.cluster_state import Settings
 from maru_server.lease import boottime_ns
 from maru_server.notify import notify, watchdog_ms
 from maru_server.service import Service

@@ -16,7 +16,7 @@ import msgspec
 from maru_server import __version__
 from maru_server import protocol as P
 from maru_server.backend import Backend, Keys, Table
-from maru_server.cluster import Settings
+from maru_server.cluster_state import Settings
 from maru_server.errors import BackendUnavailable, ServerRefused
 from maru_server.lease import boottime_ns
 from maru_server.places import grant_ids
@@ -173,7 +173,7 @@ class Service:
             f"maru-server/{__version__}",
             self.instance,
             self._backend.name,
-            self._backend.settings_lease_ms,
+            s.lease_ms,
             s.heartbeat_ms,
             P.MAX_BATCH,
         )

@@ -21,7 +21,10 @@ from maru_shm.errors import ConfigError, MaruError
 from maru_sidecar.pool import PoolSpec
 
 ENV_PREFIX = "MARU_"
-_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
+_UNITS = {
+    "": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+}  # fmt: skip
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
 
 
@@ -97,7 +100,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
-    "pool": PoolSpec, "control": Control, "cache": Cache, "transfer": Transfer, "limits": Limits, "daemon": Daemon, "http": Http,
+    "pool": PoolSpec, "control": Control, "cache": Cache, "transfer": Transfer, "limits": Limits, "daemon": Daemon,
+    "http": Http,
 }  # fmt: skip
 _POOL_DEFAULTS: dict[str, Any] = {"backend": "shm", "size": 4 << 30}
 
@@ -122,8 +126,8 @@ def load_config(
 ) -> Config:
     """Merge the layers and check the result.
 
-    ``path``: a TOML file (default: ``$MARU_CONFIG``, else none). ``flags``: dotted key → value; ``None`` values are ignored, so a
-    command line can hand over all its options. Raises :class:`~maru_shm.errors.ConfigError`.
+    ``path``: a TOML file (default: ``$MARU_CONFIG``, else none). ``flags``: dotted key → value; ``None`` values are ignored,
+    so a command line can hand over all its options. Raises :class:`~maru_shm.errors.ConfigError`.
     """
     env = os.environ if environ is None else environ
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
@@ -184,7 +188,7 @@ def _coerced(key: str, value: object, where: str) -> object:
     """``value`` as its field's type wants it: a size or number given as text, a list given as ``1,2``."""
     kind = _field_type(key)
     if kind is None:
-        section, _, field = key.partition(".")
+        section = key.partition(".")[0]
         known = {f"{s}.{f.name}": None for s, t in SECTIONS.items() for f in msgspec.structs.fields(t)}
         in_section = [k for k in known if k.startswith(f"{section}.")]
         remedy = _nearest(key, in_section or known)

@@ -4,8 +4,8 @@ It never blocks the loop it runs in: sockets are non-blocking, a peer that does 
 has not said Hello in time gives its place back, and connections are bounded. What a message asks for is decided elsewhere
 (:class:`Service`); here a peer is identified by the kernel (``SO_PEERCRED``, ``SO_PEERPIDFD``), never by what it says.
 
-The socket's neighbour ``<socket>.lock`` is flocked for as long as the server lives. Whoever holds it may replace a stale socket and
-sweep the segments of dead generations, so two sidecars never fight over one socket.
+The socket's neighbour ``<socket>.lock`` is flocked for as long as the server lives. Whoever holds it may replace a stale
+socket and sweep the segments of dead generations, so two sidecars never fight over one socket.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from maru_shm import __version__, control
+from maru_shm import control
 from maru_shm import messages as M
 from maru_shm.errors import ConfigError, ProtocolViolation, SocketBusy
 from maru_sidecar.config import Control
@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 SO_PEERGROUPS = 59
 SO_PEERPIDFD = 77  # Linux 6.5
 _UCRED = struct.Struct("iII")
+#: Connections beyond the limit that are kept until they have been told why not. (Closing at once, with their Hello unread,
+#: would reset the connection and lose the answer.)
+SURPLUS = 16
 MESSAGES_PER_TURN = 16  #: of one connection, before others get theirs
 HANG_UP = select.EPOLLRDHUP | select.EPOLLHUP
 
@@ -53,6 +56,7 @@ class Connection:
         self.pid, self.uid, self.gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         self.groups = _peer_groups(sock)
         self.pidfd = _peer_pidfd(sock, self.pid)
+        self.refusal: M.Refused | None = None  #: the answer to its Hello, and the end
         self.client = ""  #: what it calls itself, once it has said Hello
         self.session: int | None = None  #: once attached
         self.busy = False  #: a request of its is being worked on elsewhere; no further one is read
@@ -87,7 +91,10 @@ class ControlServer:
     """Listener and connections; the polling thread uses it alone."""
 
     def __init__(self, config: Control, poller: Poller, service: Service, activated_fd: int | None = None) -> None:
-        """Take the lock, bind (or adopt ``activated_fd``) and listen. Raises :class:`~maru_shm.errors.SocketBusy` or ``ConfigError``."""
+        """Take the lock, bind (or adopt ``activated_fd``) and listen.
+
+        Raises :class:`~maru_shm.errors.SocketBusy` or ``ConfigError``.
+        """
         self._config = config
         self._poller = poller
         self._service = service
@@ -125,13 +132,17 @@ class ControlServer:
             return
         self.connections[sock.fileno()] = connection
         self._poller.register(sock.fileno(), lambda events: self._on_event(connection, events), select.EPOLLIN | HANG_UP)
-        if len(self.connections) > self._config.max_connections:
-            what = f"{self._config.max_connections} connections are open"
-            self._refuse_and_close(connection, M.Refused(M.RefusalCode.LIMIT, what, "raise control.max_connections"))
+        limit = self._config.max_connections
+        if len(self.connections) > limit + SURPLUS:
+            self.refused += 1
+            self.close_connection(connection)
+        elif len(self.connections) > limit:
+            what = f"{limit} connections are open"
+            connection.refusal = M.Refused(M.RefusalCode.LIMIT, what, "raise control.max_connections")
         elif not self._authorised(connection):
             what = f"uid {connection.uid} may not use {self._config.socket}"
             remedy = "join the socket's group, or add the uid to control.allowed_uids"
-            self._refuse_and_close(connection, M.Refused(M.RefusalCode.NOT_AUTHORISED, what, remedy))
+            connection.refusal = M.Refused(M.RefusalCode.NOT_AUTHORISED, what, remedy)
 
     def _authorised(self, c: Connection) -> bool:
         """Own user and root always; else the configured ids, or where none are configured whoever the socket's mode admits."""
@@ -165,13 +176,20 @@ class ControlServer:
                 self.close_connection(c)
                 return
             c.last_heard = time.monotonic()
-            self._on_message(c, *received)
+            try:
+                self._on_message(c, *received)
+            except Exception:  # whatever a message provokes costs its sender the connection, not everyone the daemon
+                log.exception("%s: %s", c, type(received[0]).__name__)
+                self.close_connection(c)
 
     def _on_message(self, c: Connection, message: M.ClientMessage, fds: list[int]) -> None:
         if isinstance(message, M.Hello) or not c.client:
             for fd in fds:
                 os.close(fd)
-            self._hello(c, message)
+            if c.refusal is not None:
+                self._refuse_and_close(c, c.refusal)
+            else:
+                self._hello(c, message)
             return
         try:
             answer = self._service.request(c, message, fds)
@@ -281,7 +299,7 @@ class ControlServer:
 # --- the kernel's word on the peer --------------------------------------------------------------------------------------------
 def _peer_groups(sock: socket.socket) -> tuple[int, ...]:
     try:
-        raw = sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * 1024)
+        raw = sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 1024)  # Python's limit: 256 groups; with more, none count
     except OSError:
         return ()
     return struct.unpack(f"{len(raw) // 4}I", raw)
@@ -299,7 +317,7 @@ def _peer_pidfd(sock: socket.socket, pid: int) -> int:
     return fd
 
 
-# --- the listening socket -------------------------------------------------------------------------------------------------------
+# --- the listening socket -------------------------------------------------------------------------------------------------
 def _lock(path: str) -> int:
     directory = os.path.dirname(path)
     try:

@@ -4,9 +4,9 @@ The thread alternates between *advancing* (submit slices of jobs until the bytes
 the oldest copy in flight. Slices of all jobs share one first-in-first-out line, so a job's slices land in order and what has
 landed of a job is always a leading part of it.
 
-A job is in ``_jobs`` from :meth:`CopyThread.put` until :meth:`CopyThread._settle`, which gives its ticket the terminal answer. An
-error in one job's step fails that job. Should the thread itself end, its ``finally`` fences what is in flight and fails every job
-left, later arrivals included; :attr:`CopyThread.alive` turns False and the daemon's health with it.
+A job is in ``_jobs`` from :meth:`CopyThread.put` until :meth:`CopyThread._settle`, which gives its ticket the terminal
+answer. An error in one job's step fails that job. Should the thread itself end, its ``finally`` fences what is in flight and
+fails every job left, later arrivals included; :attr:`CopyThread.alive` turns False and the daemon's health with it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from maru_sidecar.transfer.base import Copy, KvTarget
 
 log = logging.getLogger(__name__)
 
-#: A fence word has no doorbell. It is polled every 50 µs at first (a decode step takes milliseconds), later every 500 µs: a core
-#: polling for a long prefill then spends about 2 % on it.
+#: A fence word has no doorbell. It is polled every 50 µs at first (a decode step takes milliseconds), later every 500 µs: a
+#: core polling for a long prefill then spends about 2 % on it.
 FENCE_POLL_S = 50e-6
 FENCE_POLL_SLOW_S = 500e-6
 FENCE_SLOW_AFTER_NS = 2_000_000

@@ -75,14 +75,17 @@ class Opening:
 class Sidecar:
     """One daemon. :meth:`run` in one thread; :meth:`stop`, :meth:`health`, :meth:`status` and :meth:`metrics` from any.
 
-    ``on_ready`` is called once when lookups are answered from the pool, ``on_progress`` about four times a second while the loop
-    turns and :meth:`health` is good, ``on_stopping`` when the drain begins; all in the main thread, so they must not block.
+    ``on_ready`` is called once when lookups are answered from the pool, ``on_progress`` about four times a second while the
+    loop turns and :meth:`health` is good, ``on_stopping`` when the drain begins; all in the main thread, so they must not
+    block.
     """
 
     def __init__(self, config: Config, activated_fd: int | None = None, pool_fd: int | None = None) -> None:
-        """``activated_fd``: a listening control socket, ``pool_fd``: the pool, both from a service manager and consumed here.
+        """Take the instance's lock and listen.
 
-        Take the instance's lock and listen. Raises :class:`~maru_shm.errors.SocketBusy`, ``ConfigError`` or ``PlatformUnsupported``."""
+        ``activated_fd``: a listening control socket, ``pool_fd``: the pool, both from a service manager and consumed here.
+        Raises :class:`~maru_shm.errors.SocketBusy`, ``ConfigError`` or ``PlatformUnsupported``.
+        """
         require_supported_platform()
         self.config = config
         self.state = L.SidecarState.STARTING
@@ -137,7 +140,7 @@ class Sidecar:
         """A flat snapshot; every name is there from the first second."""
         return reports.metrics(self)
 
-    # --- what the control messages need -------------------------------------------------------------------------------------------
+    # --- what the control messages need -----------------------------------------------------------------------------------
     def welcome(self) -> M.Welcome:
         return M.Welcome(M.PROTOCOL, f"maru-sidecar/{__version__}", os.getpid(), self.generation, self.instance)
 
@@ -196,8 +199,8 @@ class Sidecar:
         self.lanes = Lanes(pool, directory, config.transfer)
         identity = Identity(self.instance, self.generation, os.getpid(), process_start_time(os.getpid()))
         self.sessions = Sessions(
-            identity, pool, directory, self.lanes, self.poller, config.limits, self.counters,
-            self.server.reply, self.server.close_connection,
+            identity=identity, pool=pool, directory=directory, lanes=self.lanes, poller=self.poller, limits=config.limits,
+            counters=self.counters, reply=self.server.reply, hang_up=self.server.close_connection,
         )  # fmt: skip
         self._dispatcher = Dispatcher(directory, config.cache.lease_ttl_s)
         self.prefault = Prefault(pool)

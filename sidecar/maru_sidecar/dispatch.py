@@ -1,7 +1,8 @@
 """What the sidecar does with each submission of a ring: answer it inline, or queue it.
 
-Inline work is linear in the request's keys and touches no file, no copy and no lock held longer than that (a lookup of 256 keys takes
-about 100 µs). Whatever no correct client sends raises :class:`~maru_shm.errors.ProtocolViolation`, which ends that session alone.
+Inline work is linear in the request's keys and touches no file, no copy and no lock held longer than that (a lookup of 256
+keys takes about 100 µs). Whatever no correct client sends raises :class:`~maru_shm.errors.ProtocolViolation`, which ends that
+session alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ class Dispatcher:
         self.draining = False
 
     def serve(self, session: Session) -> int:
-        """Handle what waits in a session's ring, at most a turn's worth; returns how many slots. Raises ``ProtocolViolation``."""
+        """Handle what waits in a session's ring, at most a turn's worth; returns how many slots.
+
+        Raises ``ProtocolViolation``.
+        """
         n = min(session.consumer.ready(), SLOTS_PER_TURN)
         for _ in range(n):
             ticket, verb = session.consumer.pop()
@@ -108,7 +112,7 @@ class Dispatcher:
         if held is not None:
             self._directory.release(held[1])
 
-    # --- transfers --------------------------------------------------------------------------------------------------------------
+    # --- transfers --------------------------------------------------------------------------------------------------------
     def _transfer(self, session: Session, port: WorkerPort, ticket: Ticket) -> None:
         request = ticket.request
         store = request.op is L.Op.STORE

@@ -142,7 +142,7 @@ class EngineRegistry:
             if ours != theirs:
                 raise Refusal(
                     conflict,
-                    f"{who}: {name} is {_short(ours)} in its other sessions, {_short(theirs)} in {attach.role.value} {attach.rank}",
+                    f"{who}: {name} is {_short(ours)} elsewhere, {_short(theirs)} in {attach.role.value} {attach.rank}",
                     "start all ranks with one configuration, or give each engine its own id",
                 )
 

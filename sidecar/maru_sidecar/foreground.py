@@ -72,7 +72,10 @@ def _every(interval_s: float, call: Callable[[], object]) -> Callable[[], None]:
 
 
 def _handle_signals(sidecar: Sidecar) -> None:
-    """SIGTERM and SIGINT stop the daemon. The handler stays to the end: another SIGTERM during the exit must not turn it into a kill."""
+    """SIGTERM and SIGINT stop the daemon.
+
+    The handler stays to the end: another SIGTERM during the exit must not turn it into a kill.
+    """
 
     def on_signal(_number: int, _frame: object) -> None:
         sidecar.stop()  # no logging here: the handler may interrupt the log's own write

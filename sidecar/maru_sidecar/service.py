@@ -93,7 +93,7 @@ class ControlService:
         if session is not None and sessions is not None:
             sessions.end(session, "its connection closed")
 
-    # --- attach and detach ------------------------------------------------------------------------------------------------------
+    # --- attach and detach ------------------------------------------------------------------------------------------------
     def _attach(self, connection: Connection, message: M.Attach, fds: list[int]) -> None:
         if self._host.state in (L.SidecarState.DRAINING, L.SidecarState.STOPPED):
             for fd in fds:
@@ -130,7 +130,7 @@ class ControlService:
         sessions.detach(session)
         return None
 
-    # --- administration -----------------------------------------------------------------------------------------------------------
+    # --- administration ---------------------------------------------------------------------------------------------------
     def _page(self, connection: Connection, directory: Directory, m: M.CacheList) -> None:
         namespace = _hex(m.namespace, "namespace") if m.namespace else None
         after = _hex(m.after, "after") if m.after else b""

@@ -1,10 +1,10 @@
 """Sessions: one per attached client, from Attach to the last copy that touches its memory.
 
 *Attach*: the engine's agreement is checked and its rank claimed in the main thread; what may take long (importing GPU memory,
-making the segment) runs in a worker thread; the answer goes out when that has ended. *End*, for whatever reason (Detach, a closed socket,
-a broken ring): the rank is free at once, no further copy begins, leases are given back, the segment's name disappears. When every
-outstanding ticket has its answer (so no copy is in flight) the KV cache is forgotten and the segment unmapped. A session whose
-copies hang keeps its memory and disturbs nobody.
+making the segment) runs in a worker thread; the answer goes out when that has ended. *End*, for whatever reason (Detach, a
+closed socket, a broken ring): the rank is free at once, no further copy begins, leases are given back, the segment's name
+disappears. When every outstanding ticket has its answer (so no copy is in flight) the KV cache is forgotten and the segment
+unmapped. A session whose copies hang keeps its memory and disturbs nobody.
 """
 
 from __future__ import annotations
@@ -64,12 +64,25 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
+class _Opening:
+    """An attach on its way; ``pidfd`` is this attach's own."""
+
+    session_id: int
+    connection: Connection
+    message: M.Attach
+    engine: Engine
+    pidfd: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Opened:
-    """What the worker thread made for an attach."""
+    """What the worker thread made for an attach. ``pool_fd`` is the client's, read-only."""
 
     segment: S.Segment
-    lane: Lane | None
-    target: KvTarget | None
+    doorbell: int
+    pool_fd: int
+    lane: Lane | None = None
+    target: KvTarget | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +100,7 @@ class Sessions:
 
     def __init__(
         self,
+        *,
         identity: Identity,
         pool: PoolFile,
         directory: Directory,
@@ -126,7 +140,7 @@ class Sessions:
         """Tickets without a terminal answer."""
         return sum(len(s.table.outstanding) for s in (*self.live.values(), *self.ending.values()))
 
-    # --- attach -----------------------------------------------------------------------------------------------------------------
+    # --- attach -----------------------------------------------------------------------------------------------------------
     def attach(self, connection: Connection, message: M.Attach, fds: list[int]) -> None:
         """Begin an attach; the answer follows by ``reply``. ``fds`` are closed here, whatever happens.
 
@@ -135,19 +149,21 @@ class Sessions:
         try:
             self._check_limits(connection, message)
             self._evict_dead_holder(message)
-            self._serial += 1
-            session_id = self._serial
-            engine = self.registry.claim(message, session_id)
             pidfd = os.dup(connection.pidfd)
+            try:
+                self._serial += 1
+                engine = self.registry.claim(message, self._serial)
+            except BaseException:
+                os.close(pidfd)
+                raise
         except BaseException:
             _close_all(fds)
             raise
+        opening = _Opening(self._serial, connection, message, engine, pidfd)
         self._opening += 1
-        connection.session = session_id
-        future = self._workers.submit(self._open, session_id, message, Peer(connection.pid, pidfd), fds)
-        future.add_done_callback(
-            lambda f: self._poller.call_soon(lambda: self._opened(session_id, connection, message, engine, pidfd, f))
-        )
+        connection.session = opening.session_id
+        future = self._workers.submit(self._open, opening, fds)
+        future.add_done_callback(lambda f: self._poller.call_soon(lambda: self._opened(opening, f)))
 
     def _check_limits(self, connection: Connection, m: M.Attach) -> None:
         if connection.session is not None:
@@ -176,71 +192,60 @@ class Sessions:
         if holder is not None and peer_exited(holder.pidfd):
             self.end(holder, "its process has ended")
 
-    def _open(self, session_id: int, m: M.Attach, peer: Peer, fds: list[int]) -> _Opened:
+    def _open(self, opening: _Opening, fds: list[int]) -> _Opened:
         """In a worker thread: make the segment, import the KV cache."""
-        ident = self._identity
+        ident, m = self._identity, opening.message
+        peer = Peer(opening.connection.pid, opening.pidfd)
         info = S.SegmentInfo(
-            ident.generation,
-            session_id,
-            _shape(m),
-            ident.pid,
-            peer.pid,
-            ident.start_time,
-            time.time_ns(),
-            ident.instance,
-            m.role,
-        )
-        try:
+            ident.generation, opening.session_id, _shape(m), ident.pid, peer.pid, ident.start_time, time.time_ns(),
+            ident.instance, m.role,
+        )  # fmt: skip
+        with contextlib.ExitStack() as undo:
+            undo.callback(_close_all, fds)
             segment = S.create(info)
-            try:
-                if m.layout is None:
-                    return _Opened(segment, None, None)
-                lane, target = self._lanes.attach(m.layout, peer, fds)
-                return _Opened(segment, lane, target)
-            except BaseException:
-                S.unlink(info.name)
-                segment.close()
-                raise
-        finally:
+            undo.callback(segment.close)
+            undo.callback(S.unlink, info.name)
+            doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, doorbell)
+            pool_fd = self._pool.open_readonly()
+            undo.callback(os.close, pool_fd)
+            lane, target = self._lanes.attach(m.layout, peer, fds) if m.layout is not None else (None, None)
+            undo.pop_all()
             _close_all(fds)
+            return _Opened(segment, doorbell, pool_fd, lane, target)
 
-    def _opened(
-        self, session_id: int, connection: Connection, m: M.Attach, engine: Engine, pidfd: int, future: Future[_Opened]
-    ) -> None:
+    def _opened(self, opening: _Opening, future: Future[_Opened]) -> None:
+        """Back in the main thread: the session lives, or the attach is refused."""
         self._opening -= 1
+        m, engine, connection = opening.message, opening.engine, opening.connection
         error = future.exception()
         if error is not None:
-            os.close(pidfd)
-            self.registry.leave(engine, m.role, m.rank, session_id)
+            os.close(opening.pidfd)
+            self.registry.leave(engine, m.role, m.rank, opening.session_id)
             connection.session = None
             self._reply(connection, _refused(error), [])
             return
         opened = future.result()
-        doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         segment = opened.segment
         table = TicketTable(SidecarRecords(segment), self._counters, lambda: self._poller.call_soon(self._reap))
         session = Session(
-            session_id, m, engine, connection, segment, SubmissionConsumer(segment), table, doorbell, pidfd, opened.lane
-        )
+            opening.session_id, m, engine, connection, segment, SubmissionConsumer(segment), table, opened.doorbell,
+            opening.pidfd, opened.lane,
+        )  # fmt: skip
         if opened.target is not None:
             session.port = WorkerPort(
                 opened.target, engine.namespace, m.rank, m.world_size, m.chunk_tokens, engine.slab_bytes, segment.words
             )
             self.registry.registered(engine, m.rank)
         segment.words[L.WORD_SIDECAR_STATE] = self.state
-        self.live[session_id] = session
-        self._poller.register(doorbell, lambda _events: _drain(doorbell))
+        self.live[session.id] = session
+        self._poller.register(session.doorbell, lambda _events: _drain(session.doorbell))
         self._announce_namespace(engine)
         log.info("%s attached: %s", session.name, connection)
-        answer = M.Attached(
-            session_id, segment.info.name, engine.namespace.hex(), self._pool.size,
-            opened.lane.transfer.name if opened.lane else "",
-        )  # fmt: skip
-        pool_fd = self._pool.open_readonly()
-        try:
-            sent = self._reply(connection, answer, [segment.fd, doorbell, pool_fd])
-        finally:
-            os.close(pool_fd)
+        transfer = opened.lane.transfer.name if opened.lane else ""
+        answer = M.Attached(session.id, segment.info.name, engine.namespace.hex(), self._pool.size, transfer)
+        sent = self._reply(connection, answer, [segment.fd, opened.doorbell, opened.pool_fd])
+        os.close(opened.pool_fd)
         if not sent:
             self.end(session, "its client went away during the attach")
         elif segment.fd >= 0:
@@ -248,16 +253,18 @@ class Sessions:
             segment.fd = -1
 
     def _announce_namespace(self, engine: Engine) -> None:
-        """Write the namespace into the engine's segments once all ranks are there: the next generation needs it for the leases."""
+        """Once all ranks are there, write the namespace into the engine's segments: the next generation needs it for leases."""
         if not engine.complete:
             return
+        at = L.NAMESPACE_OFFSET
         for session in self.live.values():
-            if session.engine is engine and session.segment.words[L.WORD_WORLD] == 0:
-                at = L.NAMESPACE_OFFSET
-                session.segment.bytes[at : at + L.KEY_BYTES] = engine.namespace
-                session.segment.words[L.WORD_WORLD] = engine.world
+            segment = session.segment
+            if session.engine is engine and segment.bytes[at : at + L.KEY_BYTES] != engine.namespace:
+                segment.words[L.WORD_WORLD] = 0
+                segment.bytes[at : at + L.KEY_BYTES] = engine.namespace
+                segment.words[L.WORD_WORLD] = engine.world
 
-    # --- end --------------------------------------------------------------------------------------------------------------------
+    # --- end --------------------------------------------------------------------------------------------------------------
     def detach(self, session: Session) -> None:
         """The client asked: ``Done`` follows when its copies are fenced."""
         session.detaching = True

@@ -29,7 +29,8 @@ class Metric(NamedTuple):
     value: float
 
 
-#: key of Directory.stats() → help. Names follow: gauges ``maru_directory_<key>``, counters the same (they end in _total already).
+#: key of Directory.stats() → help. Names follow: gauges ``maru_directory_<key>``, counters the same (they end in _total
+#: already).
 _DIRECTORY = {
     "chunks": "Chunks in the directory",
     "chunks_incomplete": "Chunks that some rank has not stored",
@@ -128,8 +129,10 @@ def _engines(sidecar: Sidecar) -> list[dict[str, object]]:
         return []
     return [
         {
-            "engine_id": e.engine_id, "label": e.label, "world": e.world, "registered": len(e.registered), "complete": e.complete,
-            "namespace": e.namespace.hex(), "chunk_tokens": e.chunk_tokens, "slab_bytes": e.slab_bytes, "sessions": len(e.claims),
+            "engine_id": e.engine_id, "label": e.label, "world": e.world, "registered": len(e.registered),
+            "complete": e.complete,
+            "namespace": e.namespace.hex(), "chunk_tokens": e.chunk_tokens, "slab_bytes": e.slab_bytes,
+            "sessions": len(e.claims),
         }
         for e in list(sidecar.sessions.registry.engines.values())
     ]  # fmt: skip
@@ -164,7 +167,8 @@ def _transfers(sidecar: Sidecar) -> list[dict[str, object]]:
     with counters.lock:
         return [
             {
-                "op": op.name.lower(), "tickets": c.tickets, "failed": c.failed, "cancelled": c.cancelled, "chunks_asked": c.asked,
+                "op": op.name.lower(), "tickets": c.tickets, "failed": c.failed, "cancelled": c.cancelled,
+                "chunks_asked": c.asked,
                 "chunks": c.chunks, "bytes": c.bytes, "seconds": round(c.seconds, 6),
             }
             for op, c in counters.ops.items()

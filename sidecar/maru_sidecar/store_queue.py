@@ -1,14 +1,14 @@
 """The write-behind queue of one device: engines' KV blocks → slabs, behind the loads.
 
-*Loads first.* Before each slice the writer waits until the loader of its device is quiet, at most ``patience_s``: stores make at
-least that progress under any load, and a hit never queues behind more than one slice.
+*Loads first.* Before each slice the writer waits until the loader of its device is quiet, at most ``patience_s``: stores make
+at least that progress under any load, and a hit never queues behind more than one slice.
 
 *Nothing is stored twice.* A chunk that is in the pool is skipped. One that another ticket is writing (a prefix shared by two
 requests, or by two engines) is set aside: when the other commits it counts as present, when the other fails this ticket copies
 it itself. A reservation is held only while its copy is in flight, never by a ticket that waits, so no two wait for each other.
 
-*Two-phase commit.* ``reserve`` marks the slab WRITING, ``commit`` publishes it after the copy. An engine that dies, a cancel or an
-error aborts the reservations of the slice; what was committed before stays and is reported (``n_done``).
+*Two-phase commit.* ``reserve`` marks the slab WRITING, ``commit`` publishes it after the copy. An engine that dies, a cancel
+or an error aborts the reservations of the slice; what was committed before stays and is reported (``n_done``).
 """
 
 from __future__ import annotations

@@ -67,7 +67,10 @@ class TicketTable:
         self._emptied = emptied  #: called from any thread whenever a closing table becomes empty
 
     def open(self, request: Request) -> Ticket:
-        """Take responsibility for an accepted request. Raises :class:`~maru_shm.errors.ProtocolViolation` for a ticket in use."""
+        """Take responsibility for an accepted request.
+
+        Raises :class:`~maru_shm.errors.ProtocolViolation` for a ticket in use.
+        """
         ticket = Ticket(self, request)
         with self.lock:
             if request.ticket in self.outstanding:

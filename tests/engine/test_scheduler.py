@@ -1,6 +1,6 @@
 """The connector under the real schedulers of vLLM 0.26.0, 0.32.0 and 0.33.0, plain and asynchronous, without a GPU.
 
-The cases are in ``scheduler_cases.py``. Each release runs them in a process of its own, with its Python files ahead of the
+The cases are in ``cases_*.py``. Each release runs them in a process of its own, with its Python files ahead of the
 installed ones; each test here waits for its case's line.
 """
 

@@ -1,6 +1,6 @@
 """A process that owns a KV cache in GPU memory, as an engine does: torch there, nothing of the sidecar.
 
-:class:`KvProcess` is the test's end; :func:`_serve` runs in the child, a fresh interpreter (a forked CUDA process is a broken one).
+:class:`KvProcess` is the test's end; :func:`_serve` runs in the child, a fresh interpreter (CUDA does not survive a fork).
 """
 
 from __future__ import annotations

@@ -99,17 +99,6 @@ def test_copies_race_registration_without_harm(
         transfer.close()
 
 
-def test_layers_in_allocations_of_their_own_are_stepped_over_by_one_copy(
-    transfer: CudaTransfer, engine_process: KvProcess, pool: ShmPool
-) -> None:
-    piece, blocks, layers = 8192, 2048, 6
-    planes = tuple(KvPlane(i, 0, piece, piece, i) for i in range(layers))
-    case = KvCase("large-allocations", blocks, (piece * blocks,) * layers, planes)  # 16 MiB: torch cuts them from no segment
-    target = attach(transfer, engine_process, case)
-    assert target.planner.progressions == 1
-    check_loads_and_stores(target, engine_process, pool, case)
-
-
 def test_two_workers_of_one_allocation_share_its_mapping(transfer: CudaTransfer, engine_process: KvProcess) -> None:
     case = ALL[0]
     layout = case.layout(engine_process.allocate(*case.allocations))

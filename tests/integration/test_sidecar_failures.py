@@ -1,4 +1,4 @@
-"""Either side dies, stalls or is told to stop: the other goes on, nothing is believed that may be wrong, nothing is left behind."""
+"""Either side dies, stalls or is told to stop: the other goes on, no wrong byte is believed, nothing is left behind."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_a_dead_engine_had_stored_serves_the_next_one(sidecar: SidecarProce
 
 
 def test_a_store_whose_writer_died_is_taken_over_by_the_one_that_waited(sidecar: SidecarProcess) -> None:
-    """A prefix is being stored by an engine that is killed; another engine's store of the same prefix ends with all of it there."""
+    """The engine that stores a prefix is killed; another one's store of it ends with all of it there."""
     keys = prompt_keys("orphan", 16)
     for round_ in range(5):
         with EngineProcess() as victim, Client(sidecar.socket, engine_id="heir", cache=KvCache(num_blocks=256)) as heir:
@@ -114,9 +114,10 @@ def test_a_stopped_engine_does_not_stop_others(sidecar: SidecarProcess) -> None:
 
 
 def test_detach_answers_after_its_copies_are_fenced_and_leaves_siblings_alone(sidecar: SidecarProcess) -> None:
-    with Client(sidecar.socket, engine_id="tp", rank=0, world=2) as first, Client(
-        sidecar.socket, engine_id="tp", rank=1, world=2
-    ) as second:
+    with (
+        Client(sidecar.socket, engine_id="tp", rank=0, world=2) as first,
+        Client(sidecar.socket, engine_id="tp", rank=1, world=2) as second,
+    ):
         waiting = first.post_store(prompt_keys("never", 4), blocks_table(0, 4), fence=7)
         sibling = second.post_store(prompt_keys("mine", 4), blocks_table(0, 4), fence=7)
         first.detach()
@@ -182,7 +183,9 @@ def test_a_sidecar_that_dies_in_mid_transfer_is_noticed_and_its_successor_serves
         sidecar.stop()
         sidecar.start({"MARU_FAILPOINT": point})
         with Client(sidecar.socket, cache=worker.cache) as worker:
-            ticket = worker.post_load(keys, blocks_table(20, 3)) if op == "load" else worker.post_store(keys, blocks_table(0, 3))
+            ticket = (
+                worker.post_load(keys, blocks_table(20, 3)) if op == "load" else worker.post_store(keys, blocks_table(0, 3))
+            )
             with pytest.raises(SidecarUnavailable):
                 worker.wait(ticket)
             names = {worker.attached.segment}
@@ -260,7 +263,7 @@ def test_a_slab_whose_bytes_changed_is_dropped_and_never_loaded(sidecar: Sidecar
         assert scheduler.hits(keys) == 3
 
 
-# --- the sidecar stops ----------------------------------------------------------------------------------------------------------
+# --- the sidecar stops ----------------------------------------------------------------------------------------------------
 def test_sigterm_refuses_new_work_finishes_what_is_in_flight_and_exits_with_0(sidecar: SidecarProcess) -> None:
     with Client(sidecar.socket) as worker:
         waiting = worker.post_store(prompt_keys("last", 2), blocks_table(0, 2), fence=3)

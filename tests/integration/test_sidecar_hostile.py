@@ -199,7 +199,14 @@ def test_a_client_that_scribbles_over_its_whole_segment_is_detached(sidecar: Sid
 
 # --- the control socket -------------------------------------------------------------------------------------------------------
 def test_garbage_is_answered_with_a_refusal_and_the_connection_ends(sidecar: SidecarProcess, bystander: Client) -> None:
-    for garbage in (b"\x00", b"\xc1" * 100, os.urandom(5000), msgspec.msgpack.encode({"type": "attach"}), b"[]", b"\x81\xa4type"):
+    for garbage in (
+        b"\x00",
+        b"\xc1" * 100,
+        os.urandom(5000),
+        msgspec.msgpack.encode({"type": "attach"}),
+        b"[]",
+        b"\x81\xa4type",
+    ):
         with connect(sidecar) as sock:
             sock.send(garbage)
             refused = answer(sock)
@@ -272,7 +279,10 @@ def test_a_peer_that_says_nothing_gives_its_place_back(sidecar: SidecarProcess, 
 
 def test_connections_are_bounded_and_the_surplus_is_told(sidecar: SidecarProcess, bystander: Client) -> None:
     with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(connect(sidecar)) for _ in range(40)]
+        socks = [stack.enter_context(connect(sidecar)) for _ in range(60)]
+        for sock in socks:
+            with contextlib.suppress(OSError):  # those far beyond the limit are closed at once
+                control.send(sock, M.Hello(M.PROTOCOL_MIN, M.PROTOCOL, "one of many"))
         refusals = [m for m in map(answer, socks) if isinstance(m, M.Refused)]
         assert refusals
         assert refusals[0].code is M.RefusalCode.LIMIT
@@ -283,9 +293,10 @@ def test_a_peer_that_does_not_read_its_answers_is_dropped(sidecar: SidecarProces
     with connect(sidecar) as sock:
         hello(sock)
         sock.settimeout(5)
-        with pytest.raises((BrokenPipeError, ConnectionResetError, TimeoutError)):
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for _ in range(10_000):
                 control.send(sock, M.GetStatus())
+            pytest.fail("10,000 answers were kept for a peer that reads none")
 
 
 # --- attach -------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ import numpy as np
 from maru_server.announce import Slabs
 from maru_server.auth import read_token
 from maru_server.lease import RegionLease
-from maru_server.node import LinkConfig, LinkState, NodeLink
+from maru_server.link_types import LinkConfig, LinkState
+from maru_server.node import NodeLink
 from maru_shm.errors import MaruError
 
 

@@ -14,7 +14,8 @@ import threading
 
 from maru_server.errors import LeaseExpired
 from maru_server.lease import RegionLease
-from maru_server.node import LinkConfig, NodeLink
+from maru_server.link_types import LinkConfig
+from maru_server.node import NodeLink
 from maru_shm.errors import MaruError
 
 REGION_BYTES = 4096

@@ -17,14 +17,14 @@ from typing import TypeVar
 import pytest
 
 from maru_server.client import DirectoryClient, places_of
-from maru_server.cluster import Settings
+from maru_server.cluster_state import Settings
 from maru_server.errors import ServerRefused
 from maru_server.protocol import GrantInfo
 
 T = TypeVar("T")
 
 #: Times short enough for tests; the same on every backend.
-FAST = Settings(lease_ms=1000, grace_ms=200, heartbeat_ms=200, reap_ms=500, max_pin_ms=3000)
+FAST = Settings(lease_ms=2000, grace_ms=200, heartbeat_ms=200, reap_ms=500, max_pin_ms=3000)
 
 
 def until(what: str, condition: Callable[[], T], seconds: float = 20.0) -> T:

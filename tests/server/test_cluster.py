@@ -9,7 +9,8 @@ import os
 import pytest
 
 from maru_server import protocol as P
-from maru_server.cluster import Cluster, ClusterState, Observer, Settings, member_key
+from maru_server.cluster import Cluster, member_key
+from maru_server.cluster_state import ClusterState, Observer, Settings
 from maru_server.errors import ServerRefused
 from maru_server.protocol import ClaimVerdict, ErrorCode, GrantState, Region
 

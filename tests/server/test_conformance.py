@@ -146,9 +146,14 @@ def test_a_pin_ends_by_itself(a: Node, namespace: bytes) -> None:
     [grant] = a.alloc(device=a.device())
     key = keys_of(1)
     a.register(namespace, key, grant)
-    a.client.pin(namespace, 0, key, 300)
+    a.client.pin(namespace, 0, key, 1000)
     assert a.client.delete(namespace, 0, key) == [Outcome.PINNED]
-    until("the pin ends", lambda: a.client.delete(namespace, 0, key) == [Outcome.DELETED])
+
+    def deleted() -> bool:
+        a.client.heartbeat()
+        return a.client.delete(namespace, 0, key) == [Outcome.DELETED]
+
+    until("the pin ends", deleted)
 
 
 def test_a_node_deletes_only_its_own_keys_and_an_observer_any(

@@ -14,7 +14,8 @@ from maru_server.announce import Slabs
 from maru_server.client import DirectoryClient
 from maru_server.errors import BackendUnavailable, ServerRefused
 from maru_server.lease import RegionLease
-from maru_server.node import LinkConfig, LinkState, NodeLink
+from maru_server.link_types import LinkConfig, LinkState
+from maru_server.node import NodeLink
 from maru_server.protocol import ErrorCode, Outcome
 from maru_server.redis_backend import RedisBackend
 from maru_shm.errors import MaruError

@@ -1,7 +1,7 @@
 """A compact client of the sidecar: attach as scheduler or worker, post requests over the real ring, wait for the answers.
 
-A worker's KV cache is a numpy array in the process that makes the client; run it in a child process to have an engine that can be
-killed. Nothing here is faster or more careful than a test needs; the product's client is ``maru_connector``.
+A worker's KV cache is a numpy array in the process that makes the client; run it in a child process to have an engine that
+can be killed. Nothing here is faster or more careful than a test needs; the product's client is ``maru_connector``.
 """
 
 from __future__ import annotations
@@ -168,7 +168,9 @@ class Client:
         self.records.release(ticket)
         self.publish()
 
-    def post_store(self, chunk_keys: bytes, blocks: npt.ArrayLike, *, fence: int = 0, depth: int = 0, parent: bytes = b"") -> int:
+    def post_store(
+        self, chunk_keys: bytes, blocks: npt.ArrayLike, *, fence: int = 0, depth: int = 0, parent: bytes = b""
+    ) -> int:
         """``blocks``: shape (n, blocks per chunk)."""
         table = np.asarray(blocks, np.int32)
         table = np.concatenate((np.full((1, table.shape[1]), L.SKIP_BLOCK, np.int32), table))
@@ -183,7 +185,7 @@ class Client:
     def load(self, chunk_keys: bytes, blocks: npt.ArrayLike, *, fence: int = 0) -> Reply:
         return self.finish(self.post_load(chunk_keys, blocks, fence=fence))
 
-    # --- end --------------------------------------------------------------------------------------------------------------------
+    # --- end --------------------------------------------------------------------------------------------------------------
     def detach(self) -> None:
         """An orderly end: the sidecar has fenced this session's copies when this returns."""
         self.ask(M.Detach(), M.Done)

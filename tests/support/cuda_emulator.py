@@ -11,12 +11,14 @@ import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from maru_sidecar.transfer import cuda_driver as D
 from maru_sidecar.transfer.copy_shapes import COPY, Copies
+from maru_sidecar.transfer.cuda_descriptors import BATCH_OP, MEMCPY3D
 
 GPU = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 MAX_PITCH = (1 << 31) - 1
@@ -55,6 +57,8 @@ class EmulatedDriver(D.CudaDriver):
         self._calls = {name: getattr(self, name.removesuffix("_v2")) for name in D._CALLS}
         self._calls["cuMemcpy3DBatchAsync_v2"] = self.batch_v2
         self._calls["cuMemcpy3DBatchAsync"] = self.batch_v1
+        self._calls["cuMemcpyBatchAsync_v2"] = self.flat_v2
+        self._calls["cuMemcpyBatchAsync"] = self.flat_v1
         self._batch = batch
         self.version = (12000, 12080, 13000)[batch]
         self.host = host
@@ -68,7 +72,8 @@ class EmulatedDriver(D.CudaDriver):
         self.resets = 0
         self.streams: dict[int, _Stream] = {}
         self.events: dict[int, tuple[_Stream, int]] = {}
-        self.batches: list[int] = []  #: descriptors of each batch call
+        self.batches: list[int] = []  #: descriptors of each pitched batch call
+        self.flat_batches: list[int] = []  #: rows of each flat one
         self.hold = threading.Event()  #: clear: queries say "not ready" and waits block
         self.hold.set()
         self._run_lock = threading.Lock()
@@ -239,7 +244,7 @@ class EmulatedDriver(D.CudaDriver):
         return 0
 
     def cuMemcpy3DAsync(self, at: int, stream: int) -> int:
-        raw = np.frombuffer(ctypes.string_at(at, D.MEMCPY3D.itemsize), D.MEMCPY3D)[0].copy()
+        raw = np.frombuffer(ctypes.string_at(at, MEMCPY3D.itemsize), MEMCPY3D)[0].copy()
         to_device = bool(raw["src"]["type"] == 1)
         host, device = (raw["src"], raw["dst"]) if to_device else (raw["dst"], raw["src"])
         assert (host["type"], device["type"]) == (1, 2)
@@ -252,7 +257,7 @@ class EmulatedDriver(D.CudaDriver):
 
     def batch_v2(self, n: int, at: int, flags: int, stream: int) -> int:
         self.batches.append(n)
-        raw = np.frombuffer(ctypes.string_at(at, n * D.BATCH_OP.itemsize), D.BATCH_OP).copy()
+        raw = np.frombuffer(ctypes.string_at(at, n * BATCH_OP.itemsize), BATCH_OP).copy()
         for op in raw:
             assert op["order"] == 1
             assert op["src"]["type"] == op["dst"]["type"] == 1
@@ -262,8 +267,25 @@ class EmulatedDriver(D.CudaDriver):
             self._queue(stream, op, *((s["ptr"], s["row"], s["layer"]) for s in (host, device)), to_device=to_device)
         return 0
 
+    def flat_v1(self, *arguments: Any) -> int:
+        *common, _failed, stream = arguments
+        return self.flat_v2(*common, stream)
+
+    def flat_v2(self, *arguments: Any) -> int:
+        targets, sources, sizes, n, attributes, first, count, stream = arguments
+        self.flat_batches.append(n)
+        order, source, _, target, _, _ = np.frombuffer(attributes._obj, np.int32)
+        assert (order, first._obj.value, count) == (1, 0, 1)
+        assert {source, target} == {1, 2}
+        columns = [np.frombuffer(ctypes.string_at(at, 8 * n), np.uint64) for at in (sources, targets, sizes)]
+        for source_at, target_at, size in zip(*columns, strict=True):
+            raw = {"width": size, "height": 1, "depth": 1}
+            host, device = (source_at, target_at) if source == 2 else (target_at, source_at)
+            self._queue(stream, raw, (host, size, 1), (device, size, 1), to_device=bool(source == 2))
+        return 0
+
     def _queue(
-        self, stream: int, raw: np.void, host: tuple[int, int, int], device: tuple[int, int, int], *, to_device: bool
+        self, stream: int, raw: Any, host: tuple[int, int, int], device: tuple[int, int, int], *, to_device: bool
     ) -> None:
         copy: Copies = np.zeros(1, COPY)
         for k in ("width", "height", "depth"):

@@ -1,6 +1,7 @@
 """An engine in a process of its own, with a KV cache in its memory: something to attach, to watch and to kill.
 
-The child runs :func:`_serve`: a :class:`~tests.support.client.Client` and its :class:`~tests.support.client.KvCache`, driven over a pipe.
+The child runs :func:`_serve`: a :class:`~tests.support.client.Client` and its :class:`~tests.support.client.KvCache`, driven
+over a pipe.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.support.client import Client, KvCache
-
 from maru_shm import layout as L
+from tests.support.client import Client, KvCache
 
 ROOT_DIRECTORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 

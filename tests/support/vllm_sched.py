@@ -270,14 +270,14 @@ class Engine:
 
     def abort(self, outcome: Outcome) -> None:
         outcome.aborted = True
-        self.scheduler.finish_requests([self._name(outcome)], RequestStatus.FINISHED_ABORTED)
+        self.scheduler.finish_requests([self.name_of(outcome)], RequestStatus.FINISHED_ABORTED)
 
     def status(self, outcome: Outcome) -> str:
         """The request's status name, empty once the scheduler has forgotten it."""
-        request = self.scheduler.requests.get(self._name(outcome))
+        request = self.scheduler.requests.get(self.name_of(outcome))
         return request.status.name if request else ""
 
-    def _name(self, outcome: Outcome) -> str:
+    def name_of(self, outcome: Outcome) -> str:
         return next(name for name, other in self.outcomes.items() if other is outcome)
 
     # --- EngineCore's loop ----------------------------------------------------------------------------------------------------

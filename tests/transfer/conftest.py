@@ -1,7 +1,7 @@
 """The transfer engines under test, each with a pool and a KV cache in a process of its own.
 
-To join the suite an engine adds a factory to ``ENGINES``: it yields an engine and a KV process with ``allocate``, ``fill``, ``read``,
-``kill`` and ``peer``. Where the hardware is missing the factory skips, saying why.
+To join the suite an engine adds a factory to ``ENGINES``: it yields an engine and a KV process with ``allocate``, ``fill``,
+``read``, ``kill`` and ``peer``. Where the hardware is missing the factory skips, saying why.
 """
 
 from __future__ import annotations

@@ -101,9 +101,7 @@ def test_copies_in_both_directions_at_once_do_not_mix(rig: Rig) -> None:
 def test_close_waits_for_copies_in_flight_and_may_be_repeated(rig: Rig) -> None:
     case = _two_planes(1024, 16384)
     target = rig.attach(case)
-    copy = target.submit(
-        Direction.STORE, np.array([0], np.uint64), np.arange(1024, dtype=np.int32).reshape(1, 1024)
-    )
+    copy = target.submit(Direction.STORE, np.array([0], np.uint64), np.arange(1024, dtype=np.int32).reshape(1, 1024))
     closer = threading.Thread(target=target.close)
     closer.start()
     copy.wait()
@@ -130,9 +128,13 @@ def test_a_peer_killed_during_copies_ends_them_and_the_engine_goes_on(mortal_rig
     table = np.arange(1024, dtype=np.int32).reshape(1, 1024)
     killer = threading.Timer(0.02, mortal_rig.process.kill)
     killer.start()
-    with pytest.raises(EngineGone):
+
+    def copy_until_it_fails() -> None:
         while True:
             target.submit(Direction.STORE, np.array([0], np.uint64), table).wait()
+
+    with pytest.raises(EngineGone):
+        copy_until_it_fails()
     killer.join()
     target.close()
 

@@ -130,7 +130,9 @@ class Peer:
         return next(s for s in self.sessions if s.attach is not None and s.attach.role == role)
 
     def close(self, *, unlink: bool = True) -> None:
-        """Stop and drop every session, as a sidecar that exits does."""
+        """Stop and drop every session, as a sidecar that exits does. Idempotent."""
+        if self._stop.is_set():
+            return
         self._stop.set()
         self._thread.join()
         for session in self.sessions + self.lingering:

@@ -69,12 +69,12 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "what", "remedy"),
     [
-        ("[pool]\nsiez = 1\n", r"unknown key 'pool.siez' in .*maru\.toml", "did you mean 'pool.size'"),
-        ("[pol]\nsize = 1\n", r"unknown section \[pol\]", "did you mean 'pool'"),
-        ("size = 1\n", r"unknown section \[size\]", "known: "),
-        ("[cache]\nlease_ttl_s = 'soon'\n", r"cache.lease_ttl_s is 'soon' in .*maru\.toml", "sizes read as"),
+        ("[pool]\nsiez = 1\n", "unknown key 'pool.siez' in {path}", "did you mean 'pool.size'"),
+        ("[pol]\nsize = 1\n", "unknown section [pol] in {path}", "did you mean 'pool'"),
+        ("size = 1\n", "unknown section [size] in {path}", "known: "),
+        ("[cache]\nlease_ttl_s = 'soon'\n", "cache.lease_ttl_s is 'soon' in {path}", "sizes read as"),
         ("[pool]\nsize = -5\n", "pool.size is -5", "at least 1MiB"),
-        ("[pool]\nsize = 1.5\n", r"pool.size is 1.5", "int"),
+        ("[pool]\nsize = 1.5\n", "pool.size is 1.5", "int"),
         ("[pool]\nbackend = 'tape'\n", "pool.backend is 'tape'", "tape"),
         ("[cache]\nlow_watermark = 0.99\n", "cache.low_watermark is 0.99", "high_watermark"),
         ("[control]\nsocket = 'relative'\n", "control.socket is 'relative'", "absolute"),
@@ -86,20 +86,21 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     ],
 )
 def test_a_wrong_file_is_named_with_key_place_and_remedy(tmp_path: Path, text: str, what: str, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=what) as caught:
+    with pytest.raises(ConfigError) as caught:
         load(text, tmp_path)
+    assert what.format(path=tmp_path / "maru.toml") in str(caught.value)
     assert remedy in str(caught.value)
 
 
 def test_a_missing_file_is_named() -> None:
-    with pytest.raises(ConfigError, match="/no/such/file.toml: No such file"):
+    with pytest.raises(ConfigError, match=r"/no/such/file\.toml: No such file"):
         load_config("/no/such/file.toml", {})
 
 
 def test_a_wrong_variable_and_a_wrong_flag_are_named() -> None:
-    with pytest.raises(ConfigError, match="unknown key 'pool.sise' in MARU_POOL_SISE"):
+    with pytest.raises(ConfigError, match=r"unknown key 'pool\.sise' in MARU_POOL_SISE"):
         load(env={"MARU_POOL_SISE": "1"})
-    with pytest.raises(ConfigError, match="limits.max_records is '0' in the command line|limits.max_records is 0 in the command line"):
+    with pytest.raises(ConfigError, match=r"limits\.max_records is 0 in the command line"):
         load(limits__max_records="0")
 
 
@@ -112,5 +113,5 @@ def test_lists_and_modes_are_read_from_text() -> None:
 
 def test_a_pool_may_be_a_name_or_a_path() -> None:
     assert load(pool__path="maru-pool").pool.file_path == "/dev/shm/maru-pool"
-    with pytest.raises(ConfigError, match="pool.path is 'some/where'"):
+    with pytest.raises(ConfigError, match=r"pool\.path is 'some/where'"):
         load(pool__backend="file", pool__path="some/where")

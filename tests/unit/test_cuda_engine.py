@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from maru_shm.geometry import CUDA_IPC_HANDLE, CUDA_VMM_HANDLE, KvLayout, KvPlan
 from maru_sidecar.transfer import cuda_driver as D
 from maru_sidecar.transfer.base import Direction, Peer, PoolMapping
 from maru_sidecar.transfer.cuda import CudaTransfer
+from maru_sidecar.transfer.cuda_descriptors import BATCH_OP, MEMCPY3D
 from maru_sidecar.transfer.cuda_pinning import PinState
 
 REGION = 1 << 20
@@ -124,39 +124,13 @@ def test_a_copy_is_in_flight_until_its_event_and_a_close_waits_for_it(world: Wor
         target.submit(Direction.LOAD, OFFSETS, TABLE)
 
 
-LAYERED = next(c for c in cases() if c.name == "one-allocation-per-layer")
-
-
-def evenly_spaced(world: World) -> KvLayout:
-    """Allocations that lie in rising order, 32 KiB more than their size apart."""
-    size = LAYERED.allocations[0]
-    memory = world.rng.integers(0, 256, len(LAYERED.allocations) * (size + 32768), np.uint8)
-    regions = []
-    for i in range(len(LAYERED.allocations)):
-        handle, _ = world.driver.allocate(size, memory[i * (size + 32768) :][:size])
-        regions.append(KvRegion(RegionKind.CUDA_IPC, 1 << 40, size, CUDA_IPC_HANDLE.pack(handle, 0), GPU))
-    return LAYERED.layout(regions)
-
-
-def test_evenly_spaced_allocations_are_stepped_over_where_the_device_takes_that(world: World, peer: Peer) -> None:
-    target = world.engine.attach(evenly_spaced(world), peer)
-    assert target.planner.progressions == 1
-    assert target.submit(Direction.STORE, OFFSETS, TABLE[:, ::-1]).operations == TABLE.size
-
-
-def test_evenly_spaced_allocations_are_copied_layer_by_layer_where_the_driver_refuses_more(
-    world: World, peer: Peer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = world.driver.batch_v2
-
-    def strict(n: int, at: int, flags: int, stream: int) -> int:
-        raw = np.frombuffer((ctypes.c_char * (n * D.BATCH_OP.itemsize)).from_address(at), D.BATCH_OP)
-        return D.INVALID_VALUE if (raw["depth"] > 1).any() else plain(n, at, flags, stream)
-
-    monkeypatch.setitem(world.driver._calls, "cuMemcpy3DBatchAsync_v2", strict)
-    target = world.engine.attach(evenly_spaced(world), peer)
-    assert target.planner.progressions == len(LAYERED.allocations)
-    target.submit(Direction.LOAD, OFFSETS, TABLE).wait()
+def test_layers_in_allocations_of_their_own_go_in_one_call_of_single_rows(world: World, peer: Peer) -> None:
+    layered = next(c for c in cases() if c.name == "one-allocation-per-layer")
+    layout, _ = world.cache(layered)
+    copy = world.engine.attach(layout, peer).submit(Direction.STORE, OFFSETS, TABLE[:, ::-1])
+    copy.wait()
+    assert (world.driver.batches, world.driver.flat_batches) == ([], [copy.operations])
+    assert copy.operations == TABLE.size * len(layered.planes)
 
 
 def test_events_are_reused_and_none_is_made_per_copy(world: World, peer: Peer) -> None:
@@ -326,17 +300,17 @@ def test_without_a_driver_the_attach_is_refused_naming_it(peer: Peer, monkeypatc
 
 
 def test_descriptors_have_the_driver_s_layout() -> None:
-    operand = D.BATCH_OP.fields["dst"][0].fields
-    assert D.BATCH_OP.itemsize == 112
+    operand = BATCH_OP.fields["dst"][0].fields
+    assert BATCH_OP.itemsize == 112
     assert {k: operand[k][1] for k in ("type", "ptr", "row", "layer", "location")} == {
         "type": 0, "ptr": 8, "row": 16, "layer": 24, "location": 32,
     }  # fmt: skip
-    assert {k: D.BATCH_OP.fields[k][1] for k in ("src", "dst", "width", "order", "flags")} == {
+    assert {k: BATCH_OP.fields[k][1] for k in ("src", "dst", "width", "order", "flags")} == {
         "src": 0, "dst": 40, "width": 80, "order": 104, "flags": 108,
     }  # fmt: skip
-    side = D.MEMCPY3D.fields["dst"][0].fields
-    assert D.MEMCPY3D.itemsize == 200
-    assert D.MEMCPY3D.fields["dst"][1] == 88
+    side = MEMCPY3D.fields["dst"][0].fields
+    assert MEMCPY3D.itemsize == 200
+    assert MEMCPY3D.fields["dst"][1] == 88
     assert {k: side[k][1] for k in ("type", "host", "device", "pitch", "layer")} == {
         "type": 32, "host": 40, "device": 48, "pitch": 72, "layer": 80,
     }  # fmt: skip

@@ -13,7 +13,7 @@ from maru_shm import layout as L
 from maru_shm import segment as segments
 from maru_shm.errors import ProtocolViolation
 from maru_shm.records import ClientRecords, SidecarRecords
-from maru_shm.ring import SubmissionProducer
+from maru_shm.ring import SubmissionConsumer, SubmissionProducer
 from maru_sidecar.tickets import Counters, Ticket, TicketTable
 
 
@@ -25,7 +25,9 @@ class Pair:
         info = segments.SegmentInfo(time.time_ns(), 1, shape, os.getpid(), os.getpid(), 1, 1, "0badcafe", L.Role.WORKER)
         self.segment = segments.create(info)
         segments.unlink(info.name)
-        self.client = ClientRecords(self.segment, SubmissionProducer(self.segment))
+        self.ring = SubmissionProducer(self.segment)
+        self.client = ClientRecords(self.segment, self.ring)
+        self.consumer = SubmissionConsumer(self.segment)
         self.emptied = 0
         self.counters = Counters()
         self.table = TicketTable(SidecarRecords(self.segment), self.counters, self._count)
@@ -35,6 +37,10 @@ class Pair:
 
     def open(self, op: L.Op = L.Op.LOAD) -> Ticket:
         number = self.client.post(op, b"k" * 16, b"\0" * 4)
+        self.ring.publish()
+        assert self.consumer.ready() == 1
+        assert self.consumer.pop() == (number, L.Verb.SUBMIT)
+        self.consumer.release()
         return self.table.open(self.table.records.accept(number))
 
 
@@ -51,13 +57,16 @@ def test_only_the_first_of_many_answers_counts(pair: Pair) -> None:
         barrier = threading.Barrier(4)
         wins: list[L.State] = []
 
-        def answer(state: L.State, ticket: Ticket = ticket, barrier: threading.Barrier = barrier, wins: list[L.State] = wins) -> None:
+        def answer(
+            state: L.State, ticket: Ticket = ticket, barrier: threading.Barrier = barrier, wins: list[L.State] = wins
+        ) -> None:
             barrier.wait()
             if ticket.finish(state):
                 wins.append(state)
 
         threads = [
-            threading.Thread(target=answer, args=(s,)) for s in (L.State.DONE, L.State.FAILED, L.State.CANCELLED, L.State.FAILED)
+            threading.Thread(target=answer, args=(s,))
+            for s in (L.State.DONE, L.State.FAILED, L.State.CANCELLED, L.State.FAILED)
         ]
         for t in threads:
             t.start()

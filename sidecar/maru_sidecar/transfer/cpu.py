@@ -54,7 +54,10 @@ def peer_exited(pidfd: int) -> bool:
 
 
 class CpuTransfer:
-    """Transfer engine for :attr:`RegionKind.PROCESS_VM`. ``threads``: how many share one large copy, the waiting one included."""
+    """Transfer engine for :attr:`RegionKind.PROCESS_VM`.
+
+    ``threads``: how many share one large copy, the waiting one included.
+    """
 
     name = "cpu"
 

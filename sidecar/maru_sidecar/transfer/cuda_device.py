@@ -12,16 +12,13 @@ that, the attach says so: the sidecar has to be restarted (the pool survives).
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 from collections import deque
-
-import numpy as np
 
 from maru_shm.errors import AttachRefused, TransferError
 from maru_shm.geometry import CUDA_IPC_HANDLE, CUDA_VMM_HANDLE, KvRegion, RegionKind
 from maru_sidecar.transfer.base import Direction
-from maru_sidecar.transfer.copy_shapes import Copies, CopyPlanner
+from maru_sidecar.transfer.copy_shapes import Copies
 from maru_sidecar.transfer.cuda_driver import (
     INVALID_CONTEXT,
     INVALID_DEVICE,
@@ -74,7 +71,6 @@ class CudaDevice:
         self.ordinal = ordinal
         self.targets = 0  #: engines attached; kept by the transfer engine under its lock
         self.lost: CudaError | None = None
-        self._spans_allocations: bool | None = None
         self._mappings: dict[bytes, Mapping] = {}
         self._mapping_lock = threading.Lock()
         self.context = driver.retain(ordinal)
@@ -180,29 +176,6 @@ class CudaDevice:
             self.driver.wait_stream(stream)
         except CudaError as e:
             self.note(e)
-
-    def copies_agree(self, across: CopyPlanner, within: CopyPlanner, block_bytes: int) -> bool:
-        """Whether this device takes copies that step from allocation to allocation: block 0 read both ways, once per device."""
-        if self._spans_allocations is None:
-            self._spans_allocations = False
-            size = -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            scratch = np.frombuffer(mmap.mmap(-1, 2 * size), np.uint8)
-            table = np.zeros((1, 1), np.int32)
-            try:
-                self.driver.use(self.context)
-                self.driver.register_host(scratch.ctypes.data, scratch.nbytes)
-                try:
-                    for i, planner in enumerate((within, across)):
-                        copies = planner.plan(np.array([scratch.ctypes.data + i * size], np.uint64), table)
-                        event, _ = self.submit(Direction.STORE, copies)
-                        self.wait(event)
-                        self.recycle(event)
-                    self._spans_allocations = bool((scratch[:size] == scratch[size:]).all())
-                finally:
-                    self.driver.unregister_host(scratch.ctypes.data)
-            except TransferError as e:
-                log.info("%s takes no copy across allocations (%s): layers are copied one by one", self.uuid, e)
-        return self._spans_allocations
 
     def ended(self, event: int) -> bool:
         """Whether the copies before ``event`` have ended (non-blocking)."""

@@ -11,11 +11,19 @@ import uuid
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from maru_shm.errors import PlatformUnsupported, TransferError
 from maru_sidecar.transfer.base import Direction
 from maru_sidecar.transfer.copy_shapes import Copies
+from maru_sidecar.transfer.cuda_descriptors import (
+    LOCATION_DEVICE,
+    MEMCPY3D,
+    Descriptors,
+    attributes,
+    batch_room,
+    fill_3d,
+    fill_batch,
+)
 
 _VOID = ctypes.c_void_p
 _U64 = ctypes.c_uint64
@@ -43,51 +51,7 @@ _EVENT_DISABLE_TIMING = 2
 _REGISTER_PORTABLE = 1
 _IPC_LAZY_ENABLE_PEER_ACCESS = 1
 _HANDLE_TYPE_POSIX_FD = 1
-_MEMORY_HOST, _MEMORY_DEVICE = 1, 2  # CUmemorytype
-_LOCATION_DEVICE, _LOCATION_HOST = 1, 2  # CUmemLocationType; the reverse order, as the header has it
-_OPERAND_POINTER = 1
-_ORDER_STREAM = 1
-_PREFER_OVERLAP = 1
 IPC_HANDLE_BYTES = 64
-
-#: CUDA_MEMCPY3D_BATCH_OP (112 bytes), operands flattened: element size is one byte between pointers, so rows are bytes.
-_OPERAND = [
-    ("type", "<u4"),
-    ("pad", "<u4"),
-    ("ptr", "<u8"),
-    ("row", "<u8"),
-    ("layer", "<u8"),
-    ("location", "<i4"),
-    ("location_id", "<i4"),
-]
-BATCH_OP = np.dtype(
-    [
-        ("src", _OPERAND),
-        ("dst", _OPERAND),
-        ("width", "<u8"),
-        ("height", "<u8"),
-        ("depth", "<u8"),
-        ("order", "<u4"),
-        ("flags", "<u4"),
-    ]
-)
-#: CUDA_MEMCPY3D (200 bytes), for drivers older than 12.8.
-_SIDE = [
-    ("x", "<u8"),
-    ("y", "<u8"),
-    ("z", "<u8"),
-    ("lod", "<u8"),
-    ("type", "<u4"),
-    ("pad", "<u4"),
-    ("host", "<u8"),
-    ("device", "<u8"),
-    ("array", "<u8"),
-    ("reserved", "<u8"),
-    ("pitch", "<u8"),
-    ("layer", "<u8"),
-]
-MEMCPY3D = np.dtype([("src", _SIDE), ("dst", _SIDE), ("width", "<u8"), ("height", "<u8"), ("depth", "<u8")])
-Descriptors = npt.NDArray[np.void]
 
 
 class CudaError(TransferError):
@@ -150,8 +114,17 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "cuMemSetAccess": (_U64, _SIZE, _VOID, _SIZE),
     "cuMemcpy3DAsync_v2": (_VOID, _VOID),
 }
-_BATCH_V1 = (_SIZE, _VOID, _VOID, _U64, _VOID)  # 12.8: with the index of the operation that failed
-_BATCH_V2 = (_SIZE, _VOID, _U64, _VOID)  # 13.0
+#: The batch calls of CUDA 12.8 (1) and 13.0 (2), which no longer tell the index of the operation that failed.
+_BATCH_CALLS: dict[int, dict[str, tuple[object, ...]]] = {
+    1: {
+        "cuMemcpy3DBatchAsync": (_SIZE, _VOID, _VOID, _U64, _VOID),
+        "cuMemcpyBatchAsync": (_VOID, _VOID, _VOID, _SIZE, _VOID, _VOID, _SIZE, _VOID, _VOID),
+    },
+    2: {
+        "cuMemcpy3DBatchAsync_v2": (_SIZE, _VOID, _U64, _VOID),
+        "cuMemcpyBatchAsync_v2": (_VOID, _VOID, _VOID, _SIZE, _VOID, _VOID, _SIZE, _VOID),
+    },
+}
 
 
 class CudaDriver:
@@ -184,17 +157,19 @@ class CudaDriver:
         self._calls[name] = function
 
     def _bind_batch(self) -> int:
-        """Which cuMemcpy3DBatchAsync there is: 2 (CUDA 13), 1 (12.8) or 0 (none)."""
-        for version, name, arguments in ((2, "cuMemcpy3DBatchAsync_v2", _BATCH_V2), (1, "cuMemcpy3DBatchAsync", _BATCH_V1)):
-            if hasattr(self._lib, name):
-                self._bind(name, arguments)
+        """Which batch calls there are: those of CUDA 13 (2), of 12.8 (1) or none (0)."""
+        for version in (2, 1):
+            calls = _BATCH_CALLS[version]
+            if all(hasattr(self._lib, name) for name in calls):
+                for name, arguments in calls.items():
+                    self._bind(name, arguments)
                 return version
         return 0
 
     def limit_batch(self, version: int) -> None:
-        """Do as an older driver: use the batch call of CUDA 12.8 (1) or none (0). For tests of those paths on a newer one."""
-        if version == 1:
-            self._bind("cuMemcpy3DBatchAsync", _BATCH_V1)
+        """Do as an older driver: use the batch calls of CUDA 12.8 (1) or none (0). For tests of those paths on a newer one."""
+        for name, arguments in _BATCH_CALLS.get(version, {}).items():
+            self._bind(name, arguments)
         self._batch = version
 
     def _call(self, name: str, *arguments: object) -> None:
@@ -319,7 +294,7 @@ class CudaDriver:
             try:
                 self._call("cuMemMap", address, size, 0, handle, 0)
                 try:
-                    access = _AccessDesc(_LOCATION_DEVICE, device, 3)
+                    access = _AccessDesc(LOCATION_DEVICE, device, 3)
                     self._call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
                 except CudaError:
                     self._call("cuMemUnmap", address, size)
@@ -337,53 +312,48 @@ class CudaDriver:
 
     # --- copies ---------------------------------------------------------------------------------------------------------------
     def descriptors(self, n: int) -> Descriptors:
-        """Room for ``n`` descriptors in the form this driver takes, constant fields filled in."""
-        if not self._batch:
-            return np.zeros(n, MEMCPY3D)
-        room = np.zeros(n, BATCH_OP)
-        room["src"]["type"] = room["dst"]["type"] = _OPERAND_POINTER
-        room["order"] = _ORDER_STREAM
-        room["flags"] = _PREFER_OVERLAP
-        return room
+        """Room for ``n`` descriptors in the form this driver takes."""
+        return batch_room(n) if self._batch else np.zeros(n, MEMCPY3D)
 
     def submit(self, direction: Direction, copies: Copies, room: Descriptors, device: int, stream: int) -> int:
         """Enqueue all copies on ``stream``; the number of driver calls it took. ``room`` may be reused on return.
 
         Stops at the first refusal: copies before it may be in flight.
         """
-        used = room[: len(copies)]
-        host, gpu = ("src", "dst") if direction is Direction.LOAD else ("dst", "src")
-        for field in ("width", "height", "depth"):
-            used[field] = copies[field]
         if not self._batch:
-            self._fill_3d(used, copies, host, gpu)
-            return self._submit_one_by_one(used, stream)
-        for side, kind, location, ordinal in ((host, "host", _LOCATION_HOST, 0), (gpu, "device", _LOCATION_DEVICE, device)):
-            operand = used[side]
-            operand["ptr"] = copies[kind]
-            operand["row"] = copies[kind + "_row"]
-            operand["layer"] = copies[kind + "_layer"]
-            operand["location"] = location
-            operand["location_id"] = ordinal
+            return self._submit_one_by_one(direction, copies, room[: len(copies)], stream)
+        flat = (copies["height"] == 1) & (copies["depth"] == 1)
+        calls = 0
+        if flat.any():
+            self._submit_flat(direction, copies[flat], device, stream)
+            copies = copies[~flat]
+            calls += 1
+        if len(copies):
+            self._submit_pitched(direction, copies, room[: len(copies)], device, stream)
+            calls += 1
+        return calls
+
+    def _submit_flat(self, direction: Direction, copies: Copies, device: int, stream: int) -> None:
+        """Single rows: 43 GB/s at 64 KiB each, where the pitched call makes 15 of the same pieces (H200)."""
+        columns = {k: np.ascontiguousarray(copies[k]) for k in ("host", "device", "width")}
+        target, source = ("device", "host") if direction is Direction.LOAD else ("host", "device")
+        pointers = [columns[k].ctypes.data for k in (target, source, "width")]
+        first = _SIZE(0)  # one set of attributes, from operation 0 on
+        common = (*pointers, len(copies), ctypes.byref(attributes(direction, device)), ctypes.byref(first), 1)
+        if self._batch == 2:
+            self._call("cuMemcpyBatchAsync_v2", *common, stream)
+        else:
+            self._call("cuMemcpyBatchAsync", *common, ctypes.byref(_SIZE()), stream)
+
+    def _submit_pitched(self, direction: Direction, copies: Copies, used: Descriptors, device: int, stream: int) -> None:
+        fill_batch(used, direction, copies, device)
         if self._batch == 2:
             self._call("cuMemcpy3DBatchAsync_v2", len(used), used.ctypes.data, 0, stream)
         else:
-            failed = _SIZE()
-            self._call("cuMemcpy3DBatchAsync", len(used), used.ctypes.data, ctypes.byref(failed), 0, stream)
-        return 1
+            self._call("cuMemcpy3DBatchAsync", len(used), used.ctypes.data, ctypes.byref(_SIZE()), 0, stream)
 
-    @staticmethod
-    def _fill_3d(used: Descriptors, copies: Copies, host: str, gpu: str) -> None:
-        used.view(np.uint8)[:] = 0
-        for field in ("width", "height", "depth"):
-            used[field] = copies[field]
-        for side, kind, memory in ((host, "host", _MEMORY_HOST), (gpu, "device", _MEMORY_DEVICE)):
-            used[side]["type"] = memory
-            used[side][kind] = copies[kind]
-            used[side]["pitch"] = copies[kind + "_row"]
-            used[side]["layer"] = copies[kind + "_layer"]
-
-    def _submit_one_by_one(self, used: Descriptors, stream: int) -> int:
+    def _submit_one_by_one(self, direction: Direction, copies: Copies, used: Descriptors, stream: int) -> int:
+        fill_3d(used, direction, copies)
         copy, at = self._calls["cuMemcpy3DAsync_v2"], used.ctypes.data
         for i in range(len(used)):
             code = copy(at + i * MEMCPY3D.itemsize, stream)

@@ -1,0 +1,241 @@
+"""The loader's order, the writer's patience, and what both do when something breaks inside them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.support.kv_process import HostKvProcess
+from tests.support.waiting import until
+
+from maru_shm import layout as L
+from maru_shm import segment as segments
+from maru_shm.errors import TransferError
+from maru_shm.geometry import KvLayout, KvPlane
+from maru_shm.records import ClientRecords, SidecarRecords
+from maru_shm.ring import SubmissionProducer
+from maru_sidecar.copy_thread import WorkerPort
+from maru_sidecar.directory import Directory
+from maru_sidecar.loader import AGEING, Loader, LoadJob
+from maru_sidecar.pool import PoolFile, PoolSpec
+from maru_sidecar.store_queue import PendingChunks, StoreJob, Writer
+from maru_sidecar.tickets import Counters, TicketTable
+from maru_sidecar.transfer.base import Copy, Direction, KvTarget
+from maru_sidecar.transfer.cpu import CpuTransfer
+
+BLOCK, CHUNK_BLOCKS, BLOCKS = 4096, 4, 256
+SLAB = BLOCK * CHUNK_BLOCKS
+NAMESPACE = b"n" * 16
+
+
+class Bench:
+    """A pool, an engine process, one session's records, a loader and a writer that the test starts."""
+
+    def __init__(self, path: Path) -> None:
+        self.pool = PoolFile.open(PoolSpec(path=str(path), size=8 << 20))
+        self.directory = Directory(self.pool)
+        self.directory.rebuild()
+        self.transfer = CpuTransfer(self.pool.mapping, 2)
+        self.process = HostKvProcess()
+        regions = self.process.allocate(BLOCKS * BLOCK)
+        layout = KvLayout(BLOCKS, 16, (KvPlane(0, 0, BLOCK, BLOCK),), tuple(regions), "bench")
+        self.target = self.transfer.attach(layout, self.process.peer)
+        shape = L.SegmentShape.for_limits(64, 64, 256, replies=False)
+        info = segments.SegmentInfo(time.time_ns(), 1, shape, os.getpid(), os.getpid(), 1, 1, "0badcafe", L.Role.WORKER)
+        self.segment = segments.create(info)
+        segments.unlink(info.name)
+        self.client = ClientRecords(self.segment, SubmissionProducer(self.segment))
+        self.table = TicketTable(SidecarRecords(self.segment), Counters(), lambda: None)
+        self.pending = PendingChunks()
+        self.quiet = threading.Event()
+        self.quiet.set()
+        sizes = {"slice_bytes": SLAB, "bytes_in_flight": SLAB, "fence_timeout_s": 60.0}
+        self.loader = Loader("loader", self.directory, None, **sizes)  # type: ignore[arg-type]
+        self.writer = self.make_writer(0.0)
+
+    def make_writer(self, patience_s: float) -> Writer:
+        return Writer(
+            "writer", self.directory, self.pending, None, self.quiet,
+            slice_bytes=SLAB, bytes_in_flight=SLAB, fence_timeout_s=60.0, patience_s=patience_s,
+        )  # fmt: skip
+
+    def port(self, target: KvTarget | None = None) -> WorkerPort:
+        return WorkerPort(target or self.target, NAMESPACE, 0, 1, 64, SLAB, self.segment.words)
+
+    def load(self, name: int, chunks: int, target: KvTarget | None = None) -> LoadJob:
+        number = self.client.post(L.Op.LOAD, keys(name, chunks), blocks(chunks).tobytes())
+        return LoadJob(self.table.open(self.table.records.accept(number)), self.port(target))
+
+    def store(self, name: int, chunks: int, target: KvTarget | None = None) -> StoreJob:
+        table = np.concatenate((np.full((1, CHUNK_BLOCKS), L.SKIP_BLOCK, np.int32), blocks(chunks)))
+        number = self.client.post(L.Op.STORE, b"r" * 16 + keys(name, chunks), table.tobytes())
+        return StoreJob(self.table.open(self.table.records.accept(number)), self.port(target))
+
+    def state(self, job: LoadJob | StoreJob) -> L.State:
+        return self.client.state(job.ticket.request.ticket)
+
+    def finished(self, job: LoadJob | StoreJob) -> tuple[L.State, L.Code, int]:
+        until(lambda: self.state(job).terminal, "the ticket is answered")
+        reply = self.client.reply(job.ticket.request.ticket)
+        return reply.state, reply.code, reply.n_done
+
+    def close(self) -> None:
+        for thread in (self.loader, self.writer):
+            assert thread.stop(30)
+        self.target.close()
+        self.transfer.close()
+        self.process.close()
+        self.segment.close()
+        self.pool.close(clean=True)
+
+
+def keys(name: int, chunks: int) -> bytes:
+    return b"".join(name.to_bytes(8, "little") + i.to_bytes(8, "little") for i in range(chunks))
+
+
+def blocks(chunks: int) -> npt.NDArray[np.int32]:
+    return np.arange(chunks * CHUNK_BLOCKS, dtype=np.int32).reshape(chunks, CHUNK_BLOCKS)
+
+
+class Breaking:
+    """A target whose copies raise ``error`` from the ``after``-th on; real until then."""
+
+    def __init__(self, target: KvTarget, error: Exception, after: int) -> None:
+        self.layout, self._target, self._error, self._left = target.layout, target, error, after
+
+    def submit(self, direction: Direction, offsets: npt.NDArray[np.uint64], table: npt.NDArray[np.int32]) -> Copy:
+        self._left -= 1
+        if self._left < 0:
+            raise self._error
+        return self._target.submit(direction, offsets, table)
+
+    def close(self) -> None:
+        self._target.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    path = Path(f"/dev/shm/maru-test-pool-{os.getpid()}-threads")
+    made = Bench(path)
+    yield made
+    made.close()
+    path.unlink()
+
+
+# --- the loader's order -------------------------------------------------------------------------------------------------------
+def test_the_load_with_the_least_left_goes_first(bench: Bench) -> None:
+    long, short = bench.load(1, 40), bench.load(2, 3)
+    bench.loader._jobs = [long, short]
+    assert bench.loader._pick() is short
+    long.next = 38
+    assert bench.loader._pick() is long
+
+
+def test_a_load_that_has_waited_is_not_passed_for_ever(bench: Bench) -> None:
+    long, short = bench.load(1, 40), bench.load(2, 3)
+    long.queued_ns -= int(37 * SLAB / AGEING * 1e9) + 1_000_000  # as long as its excess would have taken to copy, and 1 ms
+    bench.loader._jobs = [long, short]
+    assert bench.loader._pick() is long
+
+
+def test_a_load_waiting_for_its_fence_is_passed_over(bench: Bench) -> None:
+    number = bench.client.post(L.Op.LOAD, keys(1, 1), blocks(1).tobytes(), fence=5)
+    blocked = LoadJob(bench.table.open(bench.table.records.accept(number)), bench.port())
+    free = bench.load(2, 30)
+    bench.loader._jobs = [blocked, free]
+    assert bench.loader._pick() is free
+    bench.segment.words[L.WORD_FENCE] = 5
+    assert bench.loader._pick() is blocked
+
+
+# --- the writer's patience ------------------------------------------------------------------------------------------------
+def test_stores_wait_for_loads(bench: Bench) -> None:
+    bench.quiet.clear()
+    bench.writer = bench.make_writer(patience_s=3600)
+    bench.writer.start()
+    job = bench.store(1, 3)
+    bench.writer.put(job)
+    until(lambda: not bench.writer._arrived, "the writer has taken it")
+    assert bench.state(job) is L.State.ACCEPTED
+    assert len(bench.pending) == 0  # nothing is reserved while it stands back
+    bench.quiet.set()
+    assert bench.finished(job) == (L.State.DONE, L.Code.OK, 3)
+
+
+def test_stores_make_progress_though_loads_never_end(bench: Bench) -> None:
+    bench.quiet.clear()
+    bench.writer = bench.make_writer(patience_s=0.001)
+    bench.writer.start()
+    job = bench.store(1, 5)
+    bench.writer.put(job)
+    assert bench.finished(job) == (L.State.DONE, L.Code.OK, 5)
+
+
+# --- things that break --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(TransferError("a cable", "plug it in"), L.Code.COPY_FAILED), (ZeroDivisionError("a bug"), L.Code.INTERNAL)],
+)
+def test_an_error_in_one_job_ends_that_job_and_the_thread_goes_on(bench: Bench, error: Exception, code: L.Code) -> None:
+    bench.loader.start()
+    bench.writer.start()
+    broken_store = bench.store(1, 5, Breaking(bench.target, error, after=2))
+    bench.writer.put(broken_store)
+    assert bench.finished(broken_store) == (L.State.FAILED, code, 2)
+    assert bench.directory.lookup(NAMESPACE, keys(1, 5), world=1) == 2
+    whole_store = bench.store(1, 5)
+    bench.writer.put(whole_store)
+    assert bench.finished(whole_store) == (L.State.DONE, L.Code.OK, 3)
+    broken_load = bench.load(1, 5, Breaking(bench.target, error, after=3))
+    bench.loader.put(broken_load)
+    assert bench.finished(broken_load) == (L.State.FAILED, code, 3)
+    whole_load = bench.load(1, 5)
+    bench.loader.put(whole_load)
+    assert bench.finished(whole_load) == (L.State.DONE, L.Code.OK, 5)
+    assert bench.loader.alive
+    assert bench.writer.alive
+    stats = bench.directory.stats()
+    assert (stats["slabs_copying"], stats["slabs_writing"], len(bench.pending)) == (0, 0, 0)
+
+
+def test_a_thread_that_dies_answers_every_ticket_and_is_seen_to_be_dead(bench: Bench) -> None:
+    def die() -> bool:
+        raise MemoryError("staged")
+
+    jobs = [bench.load(i, 2) for i in range(3)]
+    bench.loader._advance = die  # type: ignore[method-assign]
+    for job in jobs[:2]:
+        bench.loader.put(job)
+    bench.loader._thread._target = _quietly(bench.loader._run)  # type: ignore[attr-defined]
+    bench.loader.start()
+    for job in jobs[:2]:
+        assert bench.finished(job)[:2] == (L.State.FAILED, L.Code.INTERNAL)
+    until(lambda: not bench.loader.alive, "the thread has ended")
+    bench.loader.put(jobs[2])
+    assert bench.finished(jobs[2])[:2] == (L.State.FAILED, L.Code.INTERNAL)
+    assert not bench.table.outstanding
+
+
+def _quietly(run):  # type: ignore[no-untyped-def]
+    def target() -> None:
+        with pytest.raises(MemoryError):
+            run()
+
+    return target
+
+
+def test_stopping_ends_every_job_that_is_left(bench: Bench) -> None:
+    bench.loader.start()
+    bench.writer.start()
+    number = bench.client.post(L.Op.LOAD, keys(1, 1), blocks(1).tobytes(), fence=99)
+    waiting = LoadJob(bench.table.open(bench.table.records.accept(number)), bench.port())
+    bench.loader.put(waiting)
+    assert bench.loader.stop(30)
+    assert bench.finished(waiting)[0] is L.State.FAILED
+    assert not bench.table.outstanding
