@@ -11,6 +11,8 @@ ENGINE := .venv-engine/bin
 PACKAGES := maru_shm maru_server maru_sidecar maru_connector
 LOGS := .cache/test-logs
 PYTEST_ARGS ?=
+# unit tests that import vLLM or torch; without them (test-fast) they are skipped
+NEED_VLLM := $(wildcard tests/unit/test_connector_*.py)
 
 .PHONY: help setup lint format test test-fast test-engine demo clean distclean
 
@@ -28,15 +30,15 @@ setup:
 
 lint:
 	$(SETUP) dev
-	$(DEV)/ruff check .
-	$(DEV)/ruff format --check .
+	$(DEV)/ruff check --extend-exclude .cache .
+	$(DEV)/ruff format --check --extend-exclude .cache .
 	for package in $(PACKAGES); do $(DEV)/mypy -p $$package; done
 	$(DEV)/mypy tools/setup_env.py
 
 format:
 	$(SETUP) dev
-	$(DEV)/ruff format .
-	$(DEV)/ruff check --fix .
+	$(DEV)/ruff format --extend-exclude .cache .
+	$(DEV)/ruff check --fix --extend-exclude .cache .
 
 # The closing line of each pytest run is printed again at the very end, and any failure fails the whole.
 test:
@@ -56,7 +58,7 @@ test-fast:
 test-engine:
 	$(SETUP) engine model sources
 	@mkdir -p $(LOGS)
-	$(ENGINE)/python -m pytest tests/engine $(PYTEST_ARGS) 2>&1 | tee $(LOGS)/engine.log
+	$(ENGINE)/python -m pytest tests/engine $(NEED_VLLM) $(PYTEST_ARGS) 2>&1 | tee $(LOGS)/engine.log
 
 demo:
 	$(SETUP) engine model

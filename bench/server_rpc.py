@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Self
 
 import click
 import numpy as np
@@ -48,6 +49,12 @@ class Server:
     def cpu_s(self) -> float:
         times = self.stats.cpu_times()
         return times.user + times.system
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def stop(self) -> None:
         self.process.terminate()
@@ -126,24 +133,22 @@ def announcement(n: int) -> list[Row]:
     def source(_region: RegionLease) -> Iterator[Slabs]:
         yield Slabs(namespace, 0, keys, np.arange(n, dtype=np.uint32), np.ones(n, np.uint64))
 
-    server = Server()
-    link = NodeLink(LinkConfig(server.endpoint, "bench"), source)
-    link.add_device(os.urandom(16), 2, 1 << 40)
-    link.start()
-    granted: list[list[RegionLease] | MaruError] = []
-    link.request_regions(1, granted.append)
-    while not granted:
-        time.sleep(0.01)
-    epoch = link.stats().epoch
-    server.stop()
-    server = Server(server.endpoint)
-    start = time.perf_counter()
-    while link.stats().epoch == epoch or link.state is not LinkState.READY:
-        time.sleep(0.001)
-    took = time.perf_counter() - start
-    assert link.stats().keys_announced == n
-    link.close()
-    server.stop()
+    with Server() as first:
+        link = NodeLink(LinkConfig(first.endpoint, "bench"), source)
+        link.add_device(os.urandom(16), 2, 1 << 40)
+        link.start()
+        granted: list[list[RegionLease] | MaruError] = []
+        link.request_regions(1, granted.append)
+        while not granted:
+            time.sleep(0.01)
+        epoch = link.stats().epoch
+    with Server(first.endpoint):
+        start = time.perf_counter()
+        while link.stats().epoch == epoch or link.state is not LinkState.READY:
+            time.sleep(0.001)
+        took = time.perf_counter() - start
+        assert link.stats().keys_announced == n
+        link.close()
     return [{"what": f"re-announcement of {n} keys, with reconnection", "value": round(took, 3), "unit": "s", "target": "≤ 3"}]
 
 
@@ -153,21 +158,20 @@ def announcement(n: int) -> list[Row]:
 @click.option("--seconds", default=5.0, show_default=True, help="Length of the throughput run.")
 @click.option("--format", "form", type=click.Choice([f.value for f in Format]), default="table", show_default=True)
 def main(n_keys: int, rounds: int, seconds: float, form: str) -> None:
-    server = Server()
-    client, grant = node_with_region(server.endpoint)
-    namespace = os.urandom(16)
-    fill(client, grant, os.urandom(16), 5000)  # code and buffers are there before memory is measured
-    before = server.stats.memory_info().rss
-    start = time.perf_counter()
-    keys = fill(client, grant, namespace, n_keys)
-    rate = n_keys / (time.perf_counter() - start)
-    per_key = (server.stats.memory_info().rss - before) / n_keys
-    rows = latency(client, namespace, keys[: 16 * 200_000], rounds)
-    rows += throughput(server, client, namespace, keys[: 16 * 200_000], seconds)
+    with Server() as server:
+        client, grant = node_with_region(server.endpoint)
+        namespace = os.urandom(16)
+        fill(client, grant, os.urandom(16), 5000)  # code and buffers are there before memory is measured
+        before = server.stats.memory_info().rss
+        start = time.perf_counter()
+        keys = fill(client, grant, namespace, n_keys)
+        rate = n_keys / (time.perf_counter() - start)
+        per_key = (server.stats.memory_info().rss - before) / n_keys
+        rows = latency(client, namespace, keys[: 16 * 200_000], rounds)
+        rows += throughput(server, client, namespace, keys[: 16 * 200_000], seconds)
+        client.close()
     rows.append({"what": "keys registered per second (one client, wall)", "value": round(rate), "unit": "1/s", "target": ""})
     rows.append({"what": f"memory per key ({n_keys} keys)", "value": round(per_key, 1), "unit": "B", "target": "≤ 250"})
-    client.close()
-    server.stop()
     rows += announcement(100_000)
     click.echo(render(rows, Format(form)))
 

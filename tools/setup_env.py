@@ -43,7 +43,7 @@ STAMP = ".maru-stamp"
 INSTALL_TIMEOUT_S = 1200  #: the engine's 1.9 GB took 70 s to 150 s; a registry that stalls must not hang the run
 ATTEMPTS = 3  #: a registry's hiccup is not a failed test run
 #: program → Debian package that brings it
-SYSTEM_PROGRAMS = {"systemd-analyze": "systemd"}
+SYSTEM_PROGRAMS = {"systemd-analyze": "systemd", "redis-server": "redis-server", "ip": "iproute2"}
 
 
 def say(text: str) -> None:
@@ -93,7 +93,7 @@ def run(*command: str | Path, timeout: float = INSTALL_TIMEOUT_S) -> None:
 
 
 def pip(python: str | Path, command: str) -> list[str | Path]:
-    return [python, "-m", "pip", "--disable-pip-version-check", command, "--quiet", "--no-deps"]
+    return [python, "-m", "pip", "--disable-pip-version-check", command, "-qq", "--no-deps"]
 
 
 def make_venv(target: Path, lock: Path) -> None:

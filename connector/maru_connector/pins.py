@@ -4,6 +4,9 @@ A pin is one more reference in vLLM's own block pool. A finished or preempted re
 stays out of the free queue until the pin goes, and nobody has to delay ``request_finished``: the crashes that come with
 delayed completions (vllm#43226, vllm#46240) cannot happen. Preemption needs nothing more either: a pinned block is not
 handed out again.
+
+Its price: vLLM's own ``reset_prefix_cache`` refuses while a block is pinned (with ``reset_running_requests`` it raises), as
+it does for any block in use. An engine that pauses first is idle only when no pin is left (``has_pending_push_work``).
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
   masters.
 - Members and grants are one small value changed by compare-and-set (``cluster.py`` computes the change). Heartbeats are
 counters beside it, and a member is declared dead only if its counter has not moved up to the very moment of the change.
+  The value is read and written whole: a grant costs 3 ms at 1,000 grants, 28 at 10,000, 400 at 50,000. Choose regions large
+  enough that the cluster has at most about 10,000.
 - The epoch names the stored data: a restarted front keeps it, an emptied store gets a new one and everybody announces again.
 - A freed region waits out the longest pin instead of counting readers: pins and grants lie in different slots.
 

@@ -47,6 +47,7 @@ class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     high_watermark: float = 0.98  #: a store evicts above this share of a size class's slabs
     low_watermark: float = 0.95  #: down to this one
     lease_ttl_s: float = 60.0  #: a lookup's hit stays pinned this long unless given back
+    namespace_quota: int = 0  #: bytes of slabs one namespace (model and layout) may hold; 0: no limit
 
 
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -246,6 +247,7 @@ def _bounds(c: Config) -> Iterator[tuple[str, object, bool, str]]:
     yield "cache.high_watermark", high, 0 < high <= 1, "a share above 0, at most 1"
     yield "cache.low_watermark", low, 0 < low <= high, f"above 0, at most cache.high_watermark ({high})"
     yield "cache.lease_ttl_s", c.cache.lease_ttl_s, 0.1 <= c.cache.lease_ttl_s <= 86_400, "between 0.1 and 86400 seconds"
+    yield "cache.namespace_quota", c.cache.namespace_quota, c.cache.namespace_quota >= 0, "bytes, or 0 for no limit"
     t = c.transfer
     yield "transfer.slice_bytes", t.slice_bytes, t.slice_bytes >= 1 << 16, "at least 64KiB"
     yield "transfer.bytes_in_flight", t.bytes_in_flight, t.bytes_in_flight >= t.slice_bytes, "at least transfer.slice_bytes"

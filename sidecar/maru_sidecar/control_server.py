@@ -105,6 +105,7 @@ class ControlServer:
         self._lock_fd = _lock(config.socket)
         try:
             self._listener = _adopt(activated_fd) if activated_fd is not None else _listen(config)
+            self._mode, self._group = _permissions(config.socket)
         except BaseException:
             os.close(self._lock_fd)
             raise
@@ -150,9 +151,7 @@ class ControlServer:
             return True
         if self._config.allowed_uids or self._config.allowed_gids:
             return bool({c.gid, *c.groups} & set(self._config.allowed_gids))
-        info = os.stat(self._config.socket)
-        in_group = info.st_gid in (c.gid, *c.groups)
-        return bool(info.st_mode & 0o002 or (info.st_mode & 0o020 and in_group))
+        return bool(self._mode & 0o002 or (self._mode & 0o020 and self._group in (c.gid, *c.groups)))
 
     def _on_event(self, c: Connection, events: int) -> None:
         if c.busy:
@@ -322,6 +321,11 @@ def _lock(path: str) -> int:
     directory = os.path.dirname(path)
     try:
         os.makedirs(directory, mode=0o755, exist_ok=True)
+        owner = os.stat(directory).st_uid
+        if os.geteuid() != 0 and owner not in (os.geteuid(), 0):  # whoever owns it could put a socket of theirs in our place
+            raise ConfigError(
+                f"control socket {path}: uid {owner} owns its directory", "choose one of the sidecar's user or root"
+            )
         fd = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as e:
         raise ConfigError(f"control socket {path}: {e.strerror}", "choose a directory the sidecar's user may write") from e
@@ -355,6 +359,15 @@ def _listen(config: Control) -> socket.socket:
         sock.close()
         raise ConfigError(f"control socket {path}: {e.strerror}", "check its directory and group") from e
     return sock
+
+
+def _permissions(path: str) -> tuple[int, int]:
+    """Mode and group of the socket's file; nobody but us is admitted by a socket that has no file (any more)."""
+    try:
+        info = os.stat(path)
+    except OSError:
+        return 0, -1
+    return info.st_mode, info.st_gid
 
 
 def _adopt(fd: int) -> socket.socket:

@@ -110,6 +110,7 @@ class Sidecar:
         self._stop_asked = 0
         self._stop_deadline = 0.0
         self._next_tick = 0
+        self._told = Health(True)
         self.poller = Poller()
         self.service = ControlService(self, self.poller)
         self.server = ControlServer(config.control, self.poller, self.service, activated_fd)
@@ -167,7 +168,8 @@ class Sidecar:
             for warning in pool.warnings:
                 log.warning("pool %s: %s", self.config.pool.file_path, warning)
             cache = self.config.cache
-            directory = Directory(pool, watermarks=Watermarks(cache.high_watermark, cache.low_watermark))
+            marks = Watermarks(cache.high_watermark, cache.low_watermark)
+            directory = Directory(pool, watermarks=marks, default_quota=cache.namespace_quota)
             report = directory.rebuild()
             self.harvested = harvest.sweep(self.instance, directory)
             log.info("pool %s: %s; %s", self.config.pool.file_path, report, self.harvested)
@@ -281,8 +283,9 @@ class Sidecar:
         if health.good:
             for hook in self.on_progress:
                 hook()
-        else:
-            log.error("unhealthy: %s", health.reason)
+        elif health != self._told:
+            log.error("unhealthy: %s; the watchdog is not fed any more", health.reason)
+        self._told = health
 
     def _finished(self) -> bool:
         """Whether the loop may end; begins the drain when a stop was asked for."""
@@ -296,13 +299,13 @@ class Sidecar:
             for hook in self.on_stopping:
                 hook()
             self.drain()
-            self.server.stop_listening()
         if self.sessions is None:
             return not self._opener.is_alive()
         return not self.sessions.in_flight() or now > self._stop_deadline or self._stop_asked > 1
 
     # --- stop -----------------------------------------------------------------------------------------------------------------
     def _shut_down(self) -> None:
+        self.server.stop_listening()
         settled = self._end_sessions()
         self._set_state(L.SidecarState.STOPPED)
         if self.prefault is not None:

@@ -38,8 +38,7 @@ def run(config: Config) -> int:
     sidecar.on_stopping.append(lambda: _stopping(manager))
     if (interval := manager.watchdog_interval_s) is not None:
         sidecar.on_progress.append(_every(interval, manager.watchdog))
-    _handle_signals(sidecar)
-    with _http(config.http.address, sidecar):
+    with _signals_stop(sidecar), _http(config.http.address, sidecar):
         manager.ready("opening the pool")  # the socket answers already; attaches wait for the pool
         log.info("listening on %s, instance %s", config.control.socket, sidecar.instance)
         sidecar.run()
@@ -71,10 +70,12 @@ def _every(interval_s: float, call: Callable[[], object]) -> Callable[[], None]:
     return hook
 
 
-def _handle_signals(sidecar: Sidecar) -> None:
-    """SIGTERM and SIGINT stop the daemon.
+@contextlib.contextmanager
+def _signals_stop(sidecar: Sidecar) -> Iterator[None]:
+    """SIGTERM and SIGINT stop the daemon; afterwards they are ignored.
 
-    The handler stays to the end: another SIGTERM during the exit must not turn it into a kill.
+    The interpreter restores the default action while it exits, for signals that have a handler: one more SIGTERM then would
+    make an orderly stop look like a kill.
     """
 
     def on_signal(_number: int, _frame: object) -> None:
@@ -82,6 +83,11 @@ def _handle_signals(sidecar: Sidecar) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

@@ -108,8 +108,10 @@ class Lanes:
             return list(self._lanes.values())
 
     def dead_threads(self) -> list[str]:
-        """Names of the loaders and writers that have ended though nobody stopped them."""
-        return [t.name for lane in self.all() for t in (lane.loader, lane.writer) if not t.alive]
+        """Names of the loaders, writers and copying threads that have ended though nobody stopped them."""
+        dead = [t.name for lane in self.all() for t in (lane.loader, lane.writer) if not t.alive]
+        cpu = self._transfers.get("cpu")
+        return dead + (cpu.dead_threads() if isinstance(cpu, CpuTransfer) else [])
 
     def close(self, timeout_s: float) -> bool:
         """Stop every thread after its copies in flight; False if one did not end in time (its engine is left alone then)."""

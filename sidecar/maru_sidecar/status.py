@@ -58,6 +58,7 @@ _POOL_BYTES = {
     "largest_free_extent": ("maru_pool_largest_free_extent_bytes", "Longest run of empty regions"),
 }
 _TRANSFERS = (L.Op.LOAD, L.Op.STORE)
+NAMESPACES_SHOWN = 200
 
 
 # --- sections -----------------------------------------------------------------------------------------------------------------
@@ -91,7 +92,15 @@ def sections(sidecar: Sidecar) -> dict[str, object]:
 
 
 def _stats(sidecar: Sidecar) -> dict[str, object]:
-    return sidecar.directory.stats() if sidecar.directory is not None else {}
+    """The directory's numbers; of its namespaces the largest, so that the message stays in bounds."""
+    if sidecar.directory is None:
+        return {}
+    stats = sidecar.directory.stats()
+    namespaces = stats.get("namespaces")
+    if isinstance(namespaces, dict) and len(namespaces) > NAMESPACES_SHOWN:
+        largest = sorted(namespaces.items(), key=lambda item: -_number(item[1].get("bytes")))[:NAMESPACES_SHOWN]
+        stats = {**stats, "namespaces": dict(largest), "namespaces_held": len(namespaces)}
+    return stats
 
 
 def _lanes(sidecar: Sidecar) -> list[Lane]:

@@ -1,4 +1,4 @@
-"""A node that writes to a shared region and stops itself (SIGSTOP) at a named point: run by test_fencing.
+"""A node that writes to a shared region and stops itself (SIGSTOP) at a named point: run by test_server_fencing.
 
 Arguments: endpoint, device (hex), path of the file that plays the shared memory, stage. Says what happens on stdout, one word
 a line.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.unit.connector_peer import INSTANCE, Peer, PeerSession
+from tests.support.connector_peer import INSTANCE, Peer, PeerSession
 
 from maru_connector.link import LinkState, SidecarLink
 from maru_connector.session import Ending, Session, SidecarProcess

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.unit.connector_peer import Peer, PeerSession
+from tests.support.connector_peer import Peer, PeerSession
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.unit.connector_peer import Peer, PeerSession
+from tests.support.connector_peer import Peer, PeerSession
 
 from maru_connector.fence import HostFence
 from maru_connector.link import SidecarLink

@@ -154,7 +154,7 @@ def test_a_load_waiting_for_its_fence_is_passed_over(bench: Bench) -> None:
     assert bench.loader._pick() is blocked
 
 
-# --- the writer's patience ------------------------------------------------------------------------------------------------
+# --- the writer's patience ---
 def test_stores_wait_for_loads(bench: Bench) -> None:
     bench.quiet.clear()
     bench.writer = bench.make_writer(patience_s=3600)

@@ -75,6 +75,8 @@ class CpuTransfer:
 
     def attach(self, layout: KvLayout, peer: Peer, fds: Sequence[int] = ()) -> CpuTarget:
         """Probe both ends of every region. Raises :class:`~maru_shm.errors.AttachRefused` naming region and reason."""
+        if peer.pid <= 0:
+            raise AttachRefused("the engine's process is not visible from here", "run engine and sidecar in one pid namespace")
         for i, region in enumerate(layout.regions):
             if region.kind is not RegionKind.PROCESS_VM:
                 raise AttachRefused(
@@ -113,6 +115,8 @@ class CpuTransfer:
 
     def share(self, copy: CpuCopy) -> None:
         """Let the helper threads join ``copy``; loads go before stores."""
+        if not self._helpers:
+            return
         with self._ready:
             (self._loads if copy.direction is Direction.LOAD else self._stores).append(copy)
             self._ready.notify_all()
@@ -131,8 +135,9 @@ class CpuTransfer:
                     continue
             copy.run_one()
 
-    def threads_alive(self) -> bool:
-        return not self._started or self._closed or all(h.is_alive() for h in self._helpers)
+    def dead_threads(self) -> list[str]:
+        """Names of helper threads that have ended though nobody closed the engine."""
+        return [] if self._closed or not self._started else [h.name for h in self._helpers if not h.is_alive()]
 
     def close(self) -> None:
         """Stop the threads. Targets are closed before."""
