@@ -23,10 +23,11 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from maru_shm import layout as L
-from maru_shm.keys import ChunkKeys
 from tests.support.client import ROOT, Client, KvCache, prompt_keys
 from tests.support.sidecar_process import running_sidecar
+
+from maru_shm import layout as L
+from maru_shm.keys import ChunkKeys
 
 MIB = 1 << 20
 KEYS, BLOCKS = 64, 1024

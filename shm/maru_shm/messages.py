@@ -80,7 +80,7 @@ class CacheList(msgspec.Struct, tag="cache_list"):
     """A page of the directory, ordered by key."""
 
     namespace: str = ""
-    after: str = ""  #: last key (hex) of the page before
+    after: str = ""  #: last key of the page before, followed by its namespace (hex); or a key alone
     limit: int = 500
 
 

@@ -74,14 +74,14 @@ class AdminClient:
         return self._ask(M.CacheList(namespace, after, limit), M.CachePage)
 
     def cache_list(self, namespace: str = "", after: str = "", limit: int | None = None) -> Iterator[M.ChunkInfo]:
-        """Every chunk after key ``after``, at most ``limit``, fetched page by page."""
+        """Every chunk after ``after`` (key, or key and namespace), at most ``limit``, fetched page by page."""
         left = limit
         while left is None or left > 0:
             page = self.cache_page(namespace, after, PAGE if left is None else min(PAGE, left))
             yield from page.chunks
             if not page.more or not page.chunks:
                 return
-            after = page.chunks[-1].key
+            after = page.chunks[-1].key + page.chunks[-1].namespace
             left = None if left is None else left - len(page.chunks)
 
     def pin(self, namespace: str, keys: Sequence[str]) -> int:

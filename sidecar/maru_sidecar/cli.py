@@ -202,7 +202,7 @@ def cache_ls(socket: str | None, timeout: float, fmt: Format, *, namespace: str,
         rows = [msgspec.to_builtins(chunk) for chunk in client.cache_list(namespace, after, limit)]
     echo_rows(rows, fmt, CHUNK_COLUMNS, empty="no chunks")
     if fmt == "table" and len(rows) == limit:
-        click.echo(f"there may be more: --after {rows[-1]['key']}", err=True)
+        click.echo(f"there may be more: --after {rows[-1]['key']}{rows[-1]['namespace']}", err=True)
 
 
 @cache.command("clear")

@@ -98,8 +98,9 @@ def code_of(error: BaseException) -> L.Code:
 class CopyThread(ABC, Generic[J, F]):
     """One supervised thread. Everything with a leading underscore runs in it."""
 
-    def __init__(self, name: str, bytes_in_flight: int, fence_timeout_s: float) -> None:
+    def __init__(self, name: str, slice_bytes: int, bytes_in_flight: int, fence_timeout_s: float) -> None:
         self.name = name
+        self._slice_bytes = slice_bytes
         self._limit = bytes_in_flight
         self._fence_timeout_ns = int(fence_timeout_s * 1e9)
         self._wake = threading.Condition()
@@ -188,6 +189,15 @@ class CopyThread(ABC, Generic[J, F]):
             newest = max((job.queued_ns for job in self._jobs), default=0)
             slow = time.monotonic_ns() - newest > FENCE_SLOW_AFTER_NS
             self._wake.wait(FENCE_POLL_SLOW_S if slow else FENCE_POLL_S)
+
+    def _slice(self, job: J) -> int:
+        """Bytes of one submission of ``job``: the configured slice, or what its KV cache needs to be copied at full rate."""
+        return max(self._slice_bytes, job.port.target.slice_hint)
+
+    def _has_room(self, job: J) -> bool:
+        """Whether one more slice may fly. Two always may: with one, the link idles while the next is prepared."""
+        size = self._slice(job)
+        return self.flying_bytes + size <= max(self._limit, 2 * size)
 
     def _fly(self, flight: F) -> None:
         flight.job.in_flight += 1

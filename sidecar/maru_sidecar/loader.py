@@ -54,6 +54,7 @@ class LoadJob(Job):
 
 @dataclass(slots=True)
 class LoadFlight(Flight[LoadJob]):
+    start: int
     stop: int  #: first chunk after this slice
 
 
@@ -70,10 +71,9 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
         bytes_in_flight: int,
         fence_timeout_s: float,
     ) -> None:
-        super().__init__(name, bytes_in_flight, fence_timeout_s)
+        super().__init__(name, slice_bytes, bytes_in_flight, fence_timeout_s)
         self._directory = directory
         self._checker = checker
-        self._slice_bytes = slice_bytes
         self.quiet = threading.Event()
         self.quiet.set()
 
@@ -82,10 +82,7 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
         super().put(job)
 
     def _advance(self) -> bool:
-        while self.flying_bytes < self._limit:
-            job = self._pick()
-            if job is None:
-                break
+        while (job := self._pick()) is not None and self._has_room(job):
             try:
                 self._step(job)
             except Exception as e:  # noqa: BLE001 - logged, and this job's answer
@@ -124,7 +121,7 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
             if job.found < job.n_chunks and not job.found:
                 job.error = L.Code.NOT_FOUND
         start = job.next
-        stop = min(job.found, start + max(1, self._slice_bytes // port.slab_bytes))
+        stop = min(job.found, start + max(1, self._slice(job) // port.slab_bytes))
         if self._checker is not None and job.acquired is not None:
             good = self._checker.leading_good(job.acquired.refs[start:stop], port.slab_bytes)
             if start + good < stop:
@@ -146,12 +143,12 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
             raise
         job.next = stop
         self.quiet.clear()
-        self._fly(LoadFlight(job, copy, stop))
+        self._fly(LoadFlight(job, copy, start, stop))
 
     def _landed(self, flight: LoadFlight, error: BaseException | None) -> None:
         job = flight.job
-        if error is None and job.error in (None, L.Code.CHECKSUM):
-            job.done = flight.stop  # in order: everything before has landed
+        if error is None and flight.start == job.done:
+            job.done = flight.stop  # leading: nothing before it is missing
         failpoints.hit("load.after_copy")
         self._settle_if_over(job)
 

@@ -133,9 +133,10 @@ class ControlService:
     # --- administration ---------------------------------------------------------------------------------------------------
     def _page(self, connection: Connection, directory: Directory, m: M.CacheList) -> None:
         namespace = _hex(m.namespace, "namespace") if m.namespace else None
-        after = _hex(m.after, "after") if m.after else b""
-        if after and namespace is None:
-            after += b"\xff" * L.KEY_BYTES  # the listing of all namespaces is ordered by key, then namespace
+        # The listing of all namespaces is ordered by key, then namespace: one key may stand in several.
+        after = b"".join(_hex(m.after[i : i + _HEX_KEY], "after") for i in range(0, len(m.after), _HEX_KEY))
+        if len(after) == L.KEY_BYTES and namespace is None:
+            after += b"\xff" * L.KEY_BYTES  # a key alone: behind all its namespaces
         limit = min(max(1, m.limit), PAGE_MAX)
         self._later(connection, lambda: M.CachePage(*directory.page(namespace, after, limit)))
 
@@ -175,6 +176,9 @@ class ControlService:
             for fd in fds:
                 os.close(fd)
         self._early.clear()
+
+
+_HEX_KEY = 2 * L.KEY_BYTES
 
 
 def _hex(text: str, name: str) -> bytes:

@@ -103,12 +103,11 @@ class Writer(CopyThread[StoreJob, StoreFlight]):
         fence_timeout_s: float,
         patience_s: float,
     ) -> None:
-        super().__init__(name, bytes_in_flight, fence_timeout_s)
+        super().__init__(name, slice_bytes, bytes_in_flight, fence_timeout_s)
         self._directory = directory
         self._pending = pending
         self._checker = checker
         self._loader_quiet = loader_quiet
-        self._slice_bytes = slice_bytes
         self._patience_s = patience_s
         self.loads_waited_s = 0.0  #: time stores have stood back
 
@@ -117,10 +116,7 @@ class Writer(CopyThread[StoreJob, StoreFlight]):
         super().put(job)
 
     def _advance(self) -> bool:
-        while self.flying_bytes < self._limit:
-            job = self._pick()
-            if job is None:
-                break
+        while (job := self._pick()) is not None and self._has_room(job):
             if self._flying and not self._loader_quiet.is_set():
                 break  # land what flies before standing back for the loads
             self._stand_back()
@@ -161,7 +157,7 @@ class Writer(CopyThread[StoreJob, StoreFlight]):
         self._jobs.remove(job)
         self._jobs.append(job)
         port, request = job.port, job.ticket.request
-        wanted = max(1, self._slice_bytes // port.slab_bytes)
+        wanted = max(1, self._slice(job) // port.slab_bytes)
         reserved: list[tuple[int, Reservation]] = []
         try:
             while job.todo and len(reserved) < wanted:

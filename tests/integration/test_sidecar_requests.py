@@ -309,3 +309,21 @@ def test_the_hit_ratio_has_one_denominator(sidecar: SidecarProcess, worker: Clie
     after = section(sidecar, "cache")
     assert after["chunks_asked"] - before["chunks_asked"] == 12
     assert after["chunks_hit"] - before["chunks_hit"] == 3
+
+
+def test_the_listing_misses_no_chunk_where_one_key_stands_in_two_namespaces(sidecar: SidecarProcess) -> None:
+    from maru_sidecar.admin import AdminClient
+
+    keys = prompt_keys("shared", 3)
+    for engine in ("one", "two"):
+        with Client(sidecar.socket, cache=KvCache(signature=f"layout {engine}"), engine_id=engine) as worker:
+            worker.store(keys, np.arange(12).reshape(3, 4))
+    with AdminClient.connect(sidecar.socket) as admin:
+        seen, after = [], ""
+        while True:  # pages of one: every page ends in the middle of a key's two namespaces or just behind them
+            page = admin.cache_page(after=after, limit=1)
+            seen += [(c.key, c.namespace) for c in page.chunks]
+            if not page.more:
+                break
+            after = seen[-1][0] + seen[-1][1]
+    assert len(set(seen)) == len(seen) == 6

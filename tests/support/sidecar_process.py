@@ -66,7 +66,7 @@ class SidecarProcess:
         """Every chunk in the directory."""
         found: list[messages.ChunkInfo] = []
         while True:
-            page = self.ask(messages.CacheList(after=found[-1].key if found else ""))
+            page = self.ask(messages.CacheList(after=found[-1].key + found[-1].namespace if found else ""))
             assert isinstance(page, messages.CachePage), page
             found += page.chunks
             if not page.more:

@@ -104,7 +104,7 @@ def test_cache_ls_is_a_table_or_json_and_says_where_it_stopped(responder: Respon
     assert len(lines) == 3
     assert responder.heard[-1] == M.CacheList("cd", "", 500)
     stopped = command("cache", "ls", "--socket", responder.path, "--limit", "2", "--after", "00")
-    assert stopped.stderr == f"there may be more: --after {chunk(2).key}\n"
+    assert stopped.stderr == f"there may be more: --after {chunk(2).key}{chunk(2).namespace}\n"
     assert responder.heard[-1] == M.CacheList("", "00", 2)
 
 

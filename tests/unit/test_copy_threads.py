@@ -106,6 +106,8 @@ def blocks(chunks: int) -> npt.NDArray[np.int32]:
 class Breaking:
     """A target whose copies raise ``error`` from the ``after``-th on; real until then."""
 
+    slice_hint = 0
+
     def __init__(self, target: KvTarget, error: Exception, after: int) -> None:
         self.layout, self._target, self._error, self._left = target.layout, target, error, after
 

@@ -8,7 +8,7 @@ Rules
 - ``submit`` returns at once or after a bounded host-side cost; the bytes are there when the :class:`Copy` is done.
 - A ``SKIP_BLOCK`` id copies nothing for that block.
 - Block ids were checked against the layout before; offsets come from the directory. An engine checks neither again.
-- ``wait`` releases the GIL. It raises :class:`~maru_shm.errors.EngineGone` if the peer died, else ``TransferError``; in both cases no
+- ``wait`` releases the GIL. It raises ``EngineGone`` if the peer died, else ``TransferError``; in both cases no
   byte of the engine's memory is touched after it has raised.
 - Nothing is allocated, registered or created per copy that could be made once at attach.
 """
@@ -68,6 +68,11 @@ class KvTarget(Protocol):
 
     @property
     def layout(self) -> KvLayout: ...
+
+    @property
+    def slice_hint(self) -> int:
+        """Bytes a submission should hold at least, lest its overhead shows; 0 where any size is as good."""
+        ...
 
     def submit(self, direction: Direction, slab_offsets: npt.NDArray[np.uint64], blocks: npt.NDArray[np.int32]) -> Copy:
         """Start copying ``n`` chunks. ``slab_offsets``: shape (n,), bytes from the pool's start. ``blocks``: shape
