@@ -118,7 +118,7 @@ class Op(enum.IntEnum):
     LOOKUP = 1  #: scheduler: how many leading keys are present on all ranks; the hit is leased
     LOAD = 2  #: worker: slabs → its KV blocks
     STORE = 3  #: worker: its KV blocks → slabs, chunks already present skipped
-    LOCATE = 4  #: worker: lease this rank's slabs and return their SlabRefs (overlap path)
+    LOCATE = 4  #: scheduler: LOOKUP, and the reply cell says where every rank's slabs lie (overlap path)
     DRAIN = 5  #: either: done when every earlier transfer of this session is terminal
 
 
@@ -174,7 +174,8 @@ BLOCK_ID_BYTES = 4
 #: block id that says "this block is already there": nothing is copied for it
 SKIP_BLOCK = -1
 
-#: reply cell of LOCATE: byte offset of the slab's data in the pool, slab state word (generation) at the time of the answer
+#: reply cell of LOCATE: n_done × world of these, the ranks of a chunk side by side: byte offset of the slab's data in the pool,
+#: slab state word (state and generation) at the time of the answer
 SLAB_REF = struct.Struct("<QQ")
 
 
@@ -192,11 +193,11 @@ class SegmentShape:
     reply_bytes: int
 
     @staticmethod
-    def for_limits(n_records: int, max_keys: int, max_blocks: int, *, replies: bool) -> SegmentShape:
-        """Smallest shape whose cells hold ``max_keys`` keys and ``max_blocks`` block ids."""
+    def for_limits(n_records: int, max_keys: int, max_blocks: int, *, refs_per_key: int = 0) -> SegmentShape:
+        """Smallest shape whose cells hold ``max_keys`` keys, ``max_blocks`` block ids and ``refs_per_key`` SlabRefs a key."""
         slots = 1 << (2 * n_records - 1).bit_length()  # SUBMIT and RELEASE may both be queued for a record
         cell = align(max_keys * KEY_BYTES + max_blocks * BLOCK_ID_BYTES, 64)
-        return SegmentShape(slots, n_records, cell, align(max_keys * SLAB_REF.size, 64) if replies else 0)
+        return SegmentShape(slots, n_records, cell, align(max_keys * refs_per_key * SLAB_REF.size, 64))
 
     def check(self) -> None:
         """Raise :class:`SegmentCorrupt` unless every size is in bounds."""

@@ -151,11 +151,11 @@ class ClientRecords:
         """The record of ``ticket`` in full; meaningful once :meth:`state` is terminal."""
         return read_reply(self._segment, ticket & L.TICKET_INDEX_MASK)
 
-    def slab_refs(self, ticket: int, n: int) -> list[tuple[int, int]]:
-        """LOCATE's answer: ``n`` × (byte offset of the slab's data in the pool, slab state word)."""
+    def slab_refs(self, ticket: int, n: int) -> npt.NDArray[np.uint64]:
+        """LOCATE's answer, ``n`` = chunks × ranks of them: shape (n, 2), see ``layout.SLAB_REF``."""
         index = ticket & L.TICKET_INDEX_MASK
         at = self._shape.replies_offset + index * self._shape.reply_bytes
-        return list(L.SLAB_REF.iter_unpack(self._bytes[at : at + n * L.SLAB_REF.size]))
+        return np.frombuffer(bytes(self._bytes[at : at + n * L.SLAB_REF.size]), "<u8").reshape(n, 2)
 
     def set_cancel(self, ticket: int) -> bool:
         """Forbid further copies for ``ticket``; True if no copy runs or will run (its blocks are the client's again)."""
@@ -250,14 +250,13 @@ class SidecarRecords:
         order_fence()
         self._words[self._base(ticket) // 8 + L.COPYING_WORD] = 0
 
-    def set_slab_refs(self, ticket: int, refs: list[tuple[int, int]]) -> None:
-        """Write LOCATE's answer; call before :meth:`complete`."""
+    def set_slab_refs(self, ticket: int, refs: npt.NDArray[np.uint64]) -> None:
+        """Write LOCATE's answer, shape (n, 2), before :meth:`complete`. Raises ``ProtocolViolation`` if its cell is small."""
         index = ticket & L.TICKET_INDEX_MASK
         if len(refs) * L.SLAB_REF.size > self._shape.reply_bytes:
             raise ProtocolViolation(f"{len(refs)} slab references exceed a reply of {self._shape.reply_bytes} bytes", "")
         at = self._shape.replies_offset + index * self._shape.reply_bytes
-        for i, ref in enumerate(refs):
-            L.SLAB_REF.pack_into(self._bytes, at + i * L.SLAB_REF.size, *ref)
+        self._bytes[at : at + len(refs) * L.SLAB_REF.size] = refs.astype("<u8").tobytes()
 
     def complete(
         self,

@@ -15,6 +15,9 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from maru_shm import poolformat as F
 from maru_shm.errors import PoolError, PoolFull
 from maru_shm.layout import KEY_BYTES
@@ -203,6 +206,16 @@ class Directory:
                     self._held.unpin(chunk)
             self._counts["leases_expired"] += len(ids)
             return len(ids)
+
+    def locate(self, namespace: bytes, keys: bytes) -> npt.NDArray[np.uint64]:
+        """Where the slabs of leased chunks lie: shape (chunks × ranks, 2), each (data offset in the pool, state word)."""
+        refs: list[tuple[int, int]] = []
+        with self._lock:
+            chunks, regions = self._held.namespaces[namespace].chunks, self._regions
+            for i in range(0, len(keys), KEY_BYTES):
+                for slab in chunks[keys[i : i + KEY_BYTES]].slabs:
+                    refs.append((regions.data_offset(slab), regions.state_word(slab)))
+        return np.array(refs, np.uint64).reshape(-1, 2)
 
     def acquire(self, namespace: bytes, keys: bytes, *, rank: int) -> Acquired:
         """Pin ``rank``'s slabs of the leading keys that have one, for a copy."""

@@ -55,51 +55,32 @@ class Dispatcher:
             session.table.drain(ticket)
         elif self.draining:
             ticket.finish(L.State.FAILED, L.Code.DRAINING)
-        elif request.op is L.Op.LOOKUP:
+        elif request.op in (L.Op.LOOKUP, L.Op.LOCATE):
             self._lookup(session, ticket)
         elif session.port is None or session.lane is None:
             ticket.finish(L.State.FAILED, L.Code.BAD_REQUEST)
             raise ProtocolViolation(f"{session.name} posted {request.op.name}", "only workers transfer")
-        elif request.op is L.Op.LOCATE:
-            self._locate(session, session.port, ticket)
         else:
             self._transfer(session, session.port, ticket)
 
     # --- leases ---------------------------------------------------------------------------------------------------------------
     def _lookup(self, session: Session, ticket: Ticket) -> None:
-        engine, keys = session.engine, ticket.request.keys
-        if not engine.complete:
-            ticket.finish(L.State.DONE, L.Code.NOT_REGISTERED)
-            return
-        lease = self._directory.lease(
-            engine.namespace, keys, world=engine.world, ttl_s=self._lease_ttl_s, owner=session.id
-        ) if keys else None  # fmt: skip
-        if lease is None or not lease.n:
-            ticket.finish(L.State.DONE)
-            return
-        session.leases[ticket.request.ticket & L.TICKET_INDEX_MASK] = (ticket.request.ticket, lease.id)
-        ticket.finish(L.State.DONE, n_done=lease.n, deadline=lease.deadline_ns)
-
-    def _locate(self, session: Session, port: WorkerPort, ticket: Ticket) -> None:
-        """Lease the leading chunks and say where this rank's slabs are."""
+        """Lease the leading chunks; LOCATE also says where their slabs are."""
         request, engine = ticket.request, session.engine
         if not engine.complete:
             ticket.finish(L.State.DONE, L.Code.NOT_REGISTERED)
             return
         lease = self._directory.lease(
-            port.namespace, request.keys, world=port.world, ttl_s=self._lease_ttl_s, owner=session.id
+            engine.namespace, request.keys, world=engine.world, ttl_s=self._lease_ttl_s, owner=session.id
         ) if request.keys else None  # fmt: skip
         if lease is None or not lease.n:
-            ticket.finish(L.State.DONE, L.Code.NOT_FOUND)
+            ticket.finish(L.State.DONE)
             return
-        acquired = self._directory.acquire(port.namespace, request.keys[: lease.n * L.KEY_BYTES], rank=port.rank)
-        try:
-            session.table.records.set_slab_refs(request.ticket, [(r.offset, r.state_word) for r in acquired.refs])
-            n = acquired.n_found
-        finally:
-            acquired.release()
         session.leases[request.ticket & L.TICKET_INDEX_MASK] = (request.ticket, lease.id)
-        ticket.finish(L.State.DONE, n_done=n, deadline=lease.deadline_ns)
+        if request.op is L.Op.LOCATE:
+            refs = self._directory.locate(engine.namespace, request.keys[: lease.n * L.KEY_BYTES])
+            session.table.records.set_slab_refs(request.ticket, refs)
+        ticket.finish(L.State.DONE, n_done=lease.n, deadline=lease.deadline_ns)
 
     def _release(self, session: Session, number: int) -> None:
         held = session.leases.get(number & L.TICKET_INDEX_MASK)

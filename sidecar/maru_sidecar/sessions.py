@@ -337,7 +337,8 @@ class Sessions:
 
 
 def _shape(m: M.Attach) -> L.SegmentShape:
-    return L.SegmentShape.for_limits(m.max_records, m.max_keys, m.max_blocks, replies=m.role is L.Role.WORKER)
+    refs = m.world_size if m.role is L.Role.SCHEDULER else 0  # what LOCATE answers
+    return L.SegmentShape.for_limits(m.max_records, m.max_keys, m.max_blocks, refs_per_key=refs)
 
 
 def _refused(error: BaseException) -> M.Refused:

@@ -26,6 +26,7 @@ SOURCES = ROOT / ".cache" / "vllm-src"
 RELEASES: dict[str, Path | None] = {"0.26.0": SOURCES / "0.26.0", "0.32.0": None, "0.33.0": SOURCES / "0.33.0"}
 IMPORT_TIMEOUT_S = 120  #: vLLM's import takes 5 s, 30 s where no byte code is cached
 
+NOISE = ("Initializing KVConnectorBase_V1", "Turning off hybrid kv cache manager")  #: printed for every engine
 NAME = "test_under_vllm"
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(IMPORT_TIMEOUT_S + 2 * CASE_TIMEOUT_S)]
@@ -83,7 +84,8 @@ class Matrix:
             time.sleep(0.05)
 
     def _tail(self) -> str:
-        return self._log.read_text(errors="replace")[-6000:]
+        lines = self._log.read_text(errors="replace").splitlines()
+        return "\n".join([line for line in lines if not any(noise in line for noise in NOISE)][-25:])
 
     def result(self, case: str, scheduler: str) -> str:
         """What went wrong in this case, empty if nothing did."""

@@ -28,7 +28,7 @@ SIZE = 4 * CASE.block_bytes
 
 @pytest.fixture
 def segment() -> Iterator[Segment]:
-    shape = L.SegmentShape.for_limits(4, 16, 64, replies=False)
+    shape = L.SegmentShape.for_limits(4, 16, 64)
     info = SegmentInfo(os.getpid() << 16, 1, shape, os.getpid(), os.getpid(), 0, 0, "0fe0ce00", L.Role.WORKER)
     segment = segments.create(info)
     yield segment

@@ -245,15 +245,15 @@ def test_a_slab_whose_bytes_changed_is_dropped_and_never_loaded(sidecar: Sidecar
         assert worker.cache is not None
         worker.cache.fill(1)
         worker.store(keys, blocks_table(0, 3))
-        ticket = worker.post(L.Op.LOCATE, keys)
-        worker.wait(ticket)
-        offset = worker.records.slab_refs(ticket, 3)[1][0]
+        ticket = scheduler.post(L.Op.LOCATE, keys)
+        scheduler.wait(ticket)
+        offset = int(scheduler.records.slab_refs(ticket, 3)[1][0])
         with open(sidecar.pool, "r+b") as pool:
             pool.seek(offset + 100)
             byte = pool.read(1)[0]
             pool.seek(offset + 100)
             pool.write(bytes([byte ^ 1]))
-        worker.release(ticket)
+        scheduler.release(ticket)
         before = worker.cache.read(blocks_table(24, 2))
         reply = worker.load(keys, blocks_table(20, 3))
         assert (reply.state, reply.code, reply.n_done) == (L.State.FAILED, L.Code.CHECKSUM, 1)

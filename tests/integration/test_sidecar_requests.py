@@ -218,22 +218,22 @@ def test_a_pool_full_of_leases_refuses_stores_and_says_how_far_it_came(sidecar: 
         assert scheduler.hits(prompt_keys(f"fill{i}", 8)) == reply.n_done  # what was reported is there
 
 
-def test_locate_answers_with_slabs_that_hold_the_bytes(sidecar: SidecarProcess, worker: Client) -> None:
+def test_locate_answers_with_slabs_that_hold_the_bytes(sidecar: SidecarProcess, worker: Client, scheduler: Client) -> None:
     import mmap
 
     assert worker.cache is not None
     worker.cache.fill(8)
     keys, source = prompt_keys("locate", 3), blocks_table(0, 3)
     worker.store(keys, source)
-    ticket = worker.post(L.Op.LOCATE, keys)
-    reply = worker.wait(ticket)
+    ticket = scheduler.post(L.Op.LOCATE, keys)
+    reply = scheduler.wait(ticket)
     assert (reply.state, reply.n_done) == (L.State.DONE, 3)
     with mmap.mmap(worker.pool_fd, worker.attached.pool_bytes, prot=mmap.PROT_READ) as pool:
-        for (offset, _), chunk in zip(worker.records.slab_refs(ticket, 3), source, strict=True):
+        for (offset, _), chunk in zip(scheduler.records.slab_refs(ticket, 3).tolist(), source, strict=True):
             wanted = worker.cache.read(chunk).tobytes()
             assert pool[offset : offset + len(wanted)] == wanted
     assert section(sidecar, "directory")["leases"] == 1
-    worker.release(ticket)
+    scheduler.release(ticket)
     until(lambda: section(sidecar, "directory")["leases"] == 0, "the lease of LOCATE is back")
 
 

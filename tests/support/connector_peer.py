@@ -30,7 +30,7 @@ class PeerSession:
         self.fds: list[int] = []
 
     def open(self, attach: M.Attach, generation: int, number: int, pool: int) -> None:
-        shape = L.SegmentShape.for_limits(attach.max_records, attach.max_keys, attach.max_blocks, replies=False)
+        shape = L.SegmentShape.for_limits(attach.max_records, attach.max_keys, attach.max_blocks)
         pid = os.getpid()
         info = segments.SegmentInfo(
             generation, number, shape, pid, pid, segments.process_start_time(pid), time.time_ns(), INSTANCE, attach.role

@@ -46,7 +46,7 @@ class Bench:
         regions = self.process.allocate(BLOCKS * BLOCK)
         layout = KvLayout(BLOCKS, 16, (KvPlane(0, 0, BLOCK, BLOCK),), tuple(regions), "bench")
         self.target = self.transfer.attach(layout, self.process.peer)
-        shape = L.SegmentShape.for_limits(64, 64, 256, replies=False)
+        shape = L.SegmentShape.for_limits(64, 64, 256)
         info = segments.SegmentInfo(time.time_ns(), 1, shape, os.getpid(), os.getpid(), 1, 1, "0badcafe", L.Role.WORKER)
         self.segment = segments.create(info)
         segments.unlink(info.name)

@@ -244,7 +244,7 @@ def make_segment() -> Iterator[Callable[..., S.Segment]]:
     gone, _ = dead_process()
 
     def make(session: int, pid: int, start: int, *, beat_age_s: float = 3600.0, client: int = gone) -> S.Segment:
-        shape = L.SegmentShape.for_limits(2, 2, 2, replies=False)
+        shape = L.SegmentShape.for_limits(2, 2, 2)
         info = S.SegmentInfo(0x77, session, shape, pid, client, start, time.time_ns(), INSTANCE, L.Role.WORKER)
         segment = S.create(info)
         segment.words[L.WORD_SIDECAR_BEAT] = max(0, time.monotonic_ns() - int(beat_age_s * 1e9))

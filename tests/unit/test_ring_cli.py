@@ -22,7 +22,7 @@ from maru_sidecar.ring_cli import cli
 from maru_sidecar.ring_view import SegmentView, open_named
 
 INSTANCE = f"{os.getpid() & 0xFFFFFFFF:08x}"
-SHAPE = L.SegmentShape.for_limits(8, 16, 64, replies=False)
+SHAPE = L.SegmentShape.for_limits(8, 16, 64)
 
 
 class Pair:

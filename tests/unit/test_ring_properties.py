@@ -24,7 +24,7 @@ BYTES_SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check
 
 
 def make_segment() -> segments.Segment:
-    shape = L.SegmentShape.for_limits(RECORDS, MAX_KEYS, MAX_BLOCKS, replies=False)
+    shape = L.SegmentShape.for_limits(RECORDS, MAX_KEYS, MAX_BLOCKS)
     info = segments.SegmentInfo(time.time_ns(), 1, shape, os.getpid(), os.getpid(), 1, 1, "0badcafe", L.Role.WORKER)
     segment = segments.create(info)
     segments.unlink(info.name)

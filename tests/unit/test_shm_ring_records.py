@@ -17,7 +17,7 @@ from maru_shm.errors import ProtocolViolation, RingFull
 from maru_shm.records import ClientRecords, SidecarRecords
 from maru_shm.ring import SubmissionConsumer, SubmissionProducer
 
-SHAPE = L.SegmentShape.for_limits(4, max_keys=8, max_blocks=32, replies=True)
+SHAPE = L.SegmentShape.for_limits(4, max_keys=8, max_blocks=32, refs_per_key=2)
 
 
 def make_info(shape: L.SegmentShape = SHAPE, session: int = 1, role: L.Role = L.Role.WORKER) -> S.SegmentInfo:
@@ -81,12 +81,12 @@ def test_located_slabs_come_back_as_they_were_written(ends: Ends) -> None:
     ticket = ends.client.post(L.Op.LOCATE, KEYS)
     ends.producer.publish()
     ends.sidecar.accept(ends.consumer.pop()[0])
-    refs = [(1 << 40, 0x1202), (4096, 0x302)]
+    refs = np.array([(1 << 40, 0x1202), (4096, 0x302)], np.uint64)
     ends.sidecar.set_slab_refs(ticket, refs)
     ends.sidecar.complete(ticket, L.State.DONE, n_done=2)
-    assert ends.client.slab_refs(ticket, 2) == refs
+    assert np.array_equal(ends.client.slab_refs(ticket, 2), refs)
     with pytest.raises(ProtocolViolation, match="exceed a reply"):
-        ends.sidecar.set_slab_refs(ticket, [(0, 0)] * 100)
+        ends.sidecar.set_slab_refs(ticket, np.zeros((100, 2), np.uint64))
 
 
 def test_a_full_record_table_is_reported_at_once_and_nothing_is_lost(ends: Ends) -> None:

@@ -21,7 +21,7 @@ class Pair:
     """Both ends of one segment."""
 
     def __init__(self) -> None:
-        shape = L.SegmentShape.for_limits(8, 4, 16, replies=False)
+        shape = L.SegmentShape.for_limits(8, 4, 16)
         info = segments.SegmentInfo(time.time_ns(), 1, shape, os.getpid(), os.getpid(), 1, 1, "0badcafe", L.Role.WORKER)
         self.segment = segments.create(info)
         segments.unlink(info.name)
