@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -122,7 +123,7 @@ class Sessions:
         self._hang_up = hang_up
         self._workers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="maru-attach")
         self._serial = 0
-        self._opening = 0
+        self._opening: dict[int, _Opening] = {}
         self.registry = EngineRegistry(pool.region_bytes, limits.max_engines)
         self.live: dict[int, Session] = {}
         self.ending: dict[int, Session] = {}
@@ -160,7 +161,7 @@ class Sessions:
             _close_all(fds)
             raise
         opening = _Opening(self._serial, connection, message, engine, pidfd)
-        self._opening += 1
+        self._opening[opening.session_id] = opening
         connection.session = opening.session_id
         future = self._workers.submit(self._open, opening, fds)
         future.add_done_callback(lambda f: self._poller.call_soon(lambda: self._opened(opening, f)))
@@ -168,7 +169,7 @@ class Sessions:
     def _check_limits(self, connection: Connection, m: M.Attach) -> None:
         if connection.session is not None:
             raise Refusal(M.RefusalCode.BAD_MESSAGE, "this connection is attached already", "one session per connection")
-        if len(self.live) + len(self.ending) + self._opening >= self._limits.max_sessions:
+        if len(self.live) + len(self.ending) + len(self._opening) >= self._limits.max_sessions:
             raise Refusal(M.RefusalCode.LIMIT, f"{self._limits.max_sessions} sessions are open", "raise limits.max_sessions")
         for name in ("max_records", "max_keys", "max_blocks"):
             asked, limit = getattr(m, name), getattr(self._limits, name)
@@ -187,10 +188,13 @@ class Sessions:
             )
 
     def _evict_dead_holder(self, m: M.Attach) -> None:
-        """A restarted engine may be faster than the news of its predecessor's death."""
-        holder = self.live.get(self.registry.holder(m) or 0)
-        if holder is not None and peer_exited(holder.pidfd):
-            self.end(holder, "its process has ended")
+        """A restarted engine may be faster than the news of its predecessor's death, or than its attach."""
+        holder = self.registry.holder(m) or 0
+        session, opening = self.live.get(holder), self._opening.get(holder)
+        if session is not None and _gone(session.connection, session.pidfd):
+            self.end(session, "its process has ended")
+        elif opening is not None and _gone(opening.connection, opening.pidfd):
+            self.registry.leave(opening.engine, m.role, m.rank, holder)
 
     def _open(self, opening: _Opening, fds: list[int]) -> _Opened:
         """In a worker thread: make the segment, import the KV cache."""
@@ -216,7 +220,7 @@ class Sessions:
 
     def _opened(self, opening: _Opening, future: Future[_Opened]) -> None:
         """Back in the main thread: the session lives, or the attach is refused."""
-        self._opening -= 1
+        del self._opening[opening.session_id]
         m, engine, connection = opening.message, opening.engine, opening.connection
         error = future.exception()
         if error is not None:
@@ -226,6 +230,9 @@ class Sessions:
             self._reply(connection, _refused(error), [])
             return
         opened = future.result()
+        if self.registry.holder(m) != opening.session_id:  # its client went away, and another one took its place meanwhile
+            self._discard(opening, opened)
+            return
         segment = opened.segment
         table = TicketTable(SidecarRecords(segment), self._counters, lambda: self._poller.call_soon(self._reap))
         session = Session(
@@ -251,6 +258,17 @@ class Sessions:
         elif segment.fd >= 0:
             os.close(segment.fd)
             segment.fd = -1
+
+    def _discard(self, opening: _Opening, opened: _Opened) -> None:
+        """Undo an attach whose client is gone."""
+        S.unlink(opened.segment.info.name)
+        opened.segment.close()
+        for fd in (opened.doorbell, opened.pool_fd, opening.pidfd):
+            os.close(fd)
+        if opened.target is not None:
+            self._workers.submit(opened.target.close)
+        opening.connection.session = None
+        self._hang_up(opening.connection)
 
     def _announce_namespace(self, engine: Engine) -> None:
         """Once all ranks are there, write the namespace into the engine's segments: the next generation needs it for leases."""
@@ -334,6 +352,15 @@ class Sessions:
     def close(self) -> None:
         """Stop the worker threads; sessions have ended before."""
         self._workers.shutdown(wait=False, cancel_futures=True)
+
+
+def _gone(connection: Connection, pidfd: int) -> bool:
+    """Whether a client has hung up or ended, be it that nobody has looked at its socket yet."""
+    if connection.closed or connection.hung_up or peer_exited(pidfd):
+        return True
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def _shape(m: M.Attach) -> L.SegmentShape:
