@@ -14,10 +14,12 @@ PYTEST_ARGS ?=
 # unit tests that import vLLM or torch; without them (test-fast) they are skipped
 NEED_VLLM := $(wildcard tests/unit/test_connector_*.py)
 
-.PHONY: help setup lint format test test-fast test-engine demo clean distclean
+.PHONY: help setup lint format test test-fast test-engine demo demo-p2p demo-pd clean distclean
 
 help:
-	@echo "make demo         cold engine, warm engine, same prompts: times, hits, identical outputs (about 4 minutes)"
+	@echo "make demo         cold engine, warm engine, same prompts: times, hits, identical outputs (one to two minutes)"
+	@echo "make demo-p2p     two sidecars on one shared pool: engine B loads what engine A computed"
+	@echo "make demo-pd      prefill on one engine, decode on another, through a shared pool"
 	@echo "make test         lint, then every test, real vLLM engine included"
 	@echo "make lint         ruff and mypy"
 	@echo "make test-fast    every test that needs no vLLM"
@@ -63,6 +65,14 @@ test-engine:
 demo:
 	$(SETUP) engine model
 	$(ENGINE)/python examples/single/demo.py
+
+demo-p2p:
+	$(SETUP) engine model
+	$(ENGINE)/python examples/p2p_sharing/demo.py
+
+demo-pd:
+	$(SETUP) engine model
+	$(ENGINE)/python examples/prefill_decode/demo.py
 
 clean:
 	rm -rf $(LOGS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

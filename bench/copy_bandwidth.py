@@ -32,10 +32,14 @@ sys.path[:0] = [str(ROOT)] + [str(ROOT / part) for part in ("shm", "sidecar", "c
 from tests.gpu.kv_process import KvProcess  # noqa: E402
 from tests.support.shm_pool import ShmPool  # noqa: E402
 
-from maru_shm.geometry import KvLayout, KvPlane, KvRegion  # noqa: E402
-from maru_sidecar.transfer.base import Direction  # noqa: E402
+from maru_shm.cuda.driver import CudaDriver  # noqa: E402
+from maru_shm.geometry import (  # noqa: E402
+    Direction,
+    KvLayout,
+    KvPlane,
+    KvRegion,
+)
 from maru_sidecar.transfer.cuda import CudaCopy, CudaTarget, CudaTransfer  # noqa: E402
-from maru_sidecar.transfer.cuda_driver import CudaDriver  # noqa: E402
 
 LAYERS, BLOCKS, PER_CHUNK = 32, 1024, 16
 SLICE = 64 << 20

@@ -11,7 +11,7 @@ us, and its default, ``fail``, would turn a lost cache into a failed request.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
@@ -22,12 +22,16 @@ from maru_connector.link import LinkState, SidecarLink
 from maru_connector.log import get_logger
 from maru_connector.metadata import StepMetadata
 from maru_connector.options import Options, check_chunk, parse_options
+from maru_connector.overlap import LayerCopier, Overlap, distinct
+from maru_connector.overlap_host import HostCopier
+from maru_connector.overlap_policy import overlap_policy
 from maru_connector.scheduler_half import SchedulerHalf
 from maru_connector.stats import MaruStats
 from maru_connector.worker_half import WorkerHalf
 from maru_shm import keys
 from maru_shm import messages as M
 from maru_shm.atomics import require_supported_platform
+from maru_shm.copy_shapes import PlacedPlane
 from maru_shm.errors import MaruError
 from maru_shm.geometry import KvLayout
 from maru_shm.layout import Role
@@ -76,7 +80,13 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if is_scheduler:
             self._scheduler = self._make_scheduler_half()
         else:
-            self._worker = WorkerHalf(self._options, self._make_fence)
+            self._worker = WorkerHalf(self._options, self._make_fence, recomputes=self._recomputes_sync_loads())
+
+    def _recomputes_sync_loads(self) -> bool:
+        """Model runner V2 recomputes a failed synchronous load wrongly (vllm#49250), and with asynchronous scheduling the next
+        step has been planned on the failed one."""
+        config = self._vllm_config
+        return not (getattr(config, "use_v2_model_runner", False) or config.scheduler_config.async_scheduling)
 
     def _make_scheduler_half(self) -> SchedulerHalf:
         transfer = self._kv_transfer_config
@@ -86,21 +96,17 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if not (transfer.is_kv_producer and transfer.is_kv_consumer):
             logger.warning("maru: kv_role is %r; 'kv_both' stores and loads.", transfer.kv_role)
         deferred = self._options.deferred_load
-        config = self._vllm_config
-        if not deferred and (getattr(config, "use_v2_model_runner", False) or config.scheduler_config.async_scheduling):
-            # Model runner V2 recomputes a failed synchronous load wrongly (vllm#49250), and with asynchronous scheduling the
-            # next step has been planned on the failed one.
+        if not deferred and not self._recomputes_sync_loads():
             logger.warning(
                 "maru: maru.deferred_load=false needs model runner V1 and no asynchronous scheduling; hits are loaded deferred."
             )
             deferred = True
-        if self._options.layerwise_overlap:
-            logger.warning("maru: maru.layerwise_overlap is not available on this engine; hits are loaded deferred.")
         link = SidecarLink(self._options.socket, lambda: (self._attach(Role.SCHEDULER, 0, None), []), on_lost=self._on_lost)
         half = SchedulerHalf(
             self._options, link, self._root, block_tokens=self._block_tokens, num_blocks=self._kv_cache_config.num_blocks,
             ranks=self._vllm_config.parallel_config.world_size, deferred=deferred, may_load=transfer.is_kv_consumer,
             may_store=transfer.is_kv_producer,
+            overlap=overlap_policy(self._vllm_config, self._options, block_tokens=self._block_tokens),
         )  # fmt: skip
         if link.poll() is None and link.state is not LinkState.DISCONNECTED:
             link.wait_attached(self._options.attach_timeout_s)  # somebody answers: the first request can hit
@@ -141,7 +147,29 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
             on_attached=self._worker.on_attached,
             on_lost=self._worker.on_lost,
         )
-        self._worker.attach(link)
+        self._worker.attach(link, self._make_overlap(rank))
+
+    def _make_overlap(self, rank: int) -> Overlap | None:
+        """The overlap path for this worker's KV cache, where it is on and there is one for its device.
+
+        Slabs of host memory carry checksums. One that does not match is a miss for a parked hit; for an overlapped one the
+        engine would have to recompute. Where it cannot, the path is not taken unless asked for.
+        """
+        wish = self._options.layerwise_overlap
+        if wish is False or self._layout is None:
+            return None
+        layers = layout.placed_layers(self._kv_caches, self._layout.num_blocks)
+        block_bytes, device = self._layout.block_bytes, next(iter(self._kv_caches.values())).device
+        if device.type == "cpu" and wish is None and not self._recomputes_sync_loads():
+            return None
+        try:
+            copier = _copier(distinct(layers), block_bytes, device)
+        except MaruError as e:
+            if wish:
+                logger.warning("maru: maru.layerwise_overlap is not available on this engine (%s).", e)
+            return None
+        world = self._vllm_config.parallel_config.world_size
+        return Overlap(layers, copier, block_bytes=block_bytes, rank=rank, world=world)
 
     def _make_fence(self, segment: Segment) -> StepFence:
         device = next(iter(self._kv_caches.values())).device
@@ -166,10 +194,11 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None and isinstance(self._connector_metadata, StepMetadata):
-            self._worker.start_loads(self._connector_metadata)
+            self._worker.start_loads(self._connector_metadata, layered=_calls_layer_hooks(forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are over before a request runs."""
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Whole chunks are stored after the step."""
@@ -256,6 +285,25 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler.shutdown()
         if self._worker is not None:
             self._worker.detach()
+
+
+def _calls_layer_hooks(forward_context: Any) -> bool:
+    """Whether the pass to come will call the hook of every layer, as far as vLLM says so.
+
+    Both runners announce a full graph: V1 as the context's run-time mode, V2 by a context without attention metadata (it
+    replays outside any). Split batches (a list of metadata) run on streams of their own: not counted on.
+    """
+    metadata = getattr(forward_context, "attn_metadata", None)
+    mode = getattr(forward_context, "cudagraph_runtime_mode", None)
+    return isinstance(metadata, dict) and bool(metadata) and getattr(mode, "name", "FULL") in ("NONE", "PIECEWISE")
+
+
+def _copier(layers: Sequence[tuple[PlacedPlane, ...]], block_bytes: int, device: Any) -> LayerCopier:
+    if device.type == "cuda":
+        from maru_connector.overlap_cuda import CudaCopier, torch_engine  # loads the driver: only where a GPU is
+
+        return CudaCopier(layers, block_bytes, torch_engine(device.index if device.index is not None else 0))
+    return HostCopier(layers, block_bytes)
 
 
 __all__ = ["MaruSidecarConnector", "Options"]

@@ -20,6 +20,10 @@ class StepFence(Protocol):
         """Called on the compute thread when all work of ``step`` has been launched; returns at once."""
         ...
 
+    def poll(self) -> None:
+        """Publish what has finished meanwhile, where nobody else does; each step asks, idle ones too."""
+        ...
+
     def close(self) -> None:
         """The segment is about to be unmapped; no write to it may follow. Idempotent."""
         ...
@@ -36,6 +40,9 @@ class HostFence:
     def after_step(self, step: int) -> None:
         order_fence()
         self._words[L.WORD_FENCE] = step  # SYNC POINT: release, the step's writes are visible before it
+
+    def poll(self) -> None:
+        return None
 
     def close(self) -> None:
         return None

@@ -2,7 +2,7 @@
 
 ``cuStreamWriteValue64`` into the fence page, registered with the driver, costs the worker a few microseconds of launch and no
 thread; a CPU saw the word 3.8 µs after the stream reached it (p99 4.7, H200). Devices without 64-bit stream memory operations
-get :class:`EventFence`, whose word lags until the worker looks again.
+get :class:`EventFence`, whose word lags until the worker's next step, idle steps included.
 """
 
 from __future__ import annotations
@@ -63,6 +63,9 @@ class StreamFence:
             stream = ctypes.c_void_p(torch.cuda.current_stream(self._ordinal).cuda_stream)
             call("cuStreamWriteValue64_v2", stream, self._pointer, ctypes.c_uint64(step), _WRITE_DEFAULT)
 
+    def poll(self) -> None:
+        """The stream writes the word by itself."""
+
     def close(self) -> None:
         """Wait for the writes still on their way, then unregister the page."""
         if self._pinned_view is None:
@@ -91,7 +94,7 @@ class EventFence:
             self.poll()
 
     def poll(self) -> None:
-        """Publish the newest step whose work has finished; also worth calling while the engine is idle."""
+        """Publish the newest step whose work has finished."""
         finished = 0
         while self._open and self._pending and self._pending[0][1].query():
             finished, event = self._pending.popleft()

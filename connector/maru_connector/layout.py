@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from maru_shm.copy_shapes import PlacedPlane
 from maru_shm.errors import AttachRefused, ProtocolViolation
 from maru_shm.geometry import MAX_PLANES, KvLayout, KvPlane, KvRegion, RegionKind
 
@@ -91,6 +92,28 @@ def describe(kv_caches: Mapping[str, Any], num_blocks: int, block_tokens: int) -
     except ProtocolViolation as e:
         raise AttachRefused(f"KV cache layout is not addressable by block: {e.what}", "report the attention backend") from e
     return layout
+
+
+def placed_layers(kv_caches: Mapping[str, Any], num_blocks: int) -> dict[str, tuple[PlacedPlane, ...]]:
+    """Each layer's planes at this process's own addresses, and where its pieces lie in a block of a slab.
+
+    Layers that share one tensor have equal planes. Raises :class:`AttachRefused` where :func:`describe` does.
+    """
+    placed: dict[str, tuple[PlacedPlane, ...]] = {}
+    seen: dict[tuple[object, ...], tuple[PlacedPlane, ...]] = {}
+    slab_offset = 0
+    for name in sorted(kv_caches, key=_natural):
+        tensor = kv_caches[name]
+        identity = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
+        if identity not in seen:
+            base = tensor.untyped_storage().data_ptr()
+            planes = []
+            for p in _planes_of(name, tensor, num_blocks, 0, len(seen))[0]:
+                planes.append(PlacedPlane(base, base + p.offset, slab_offset, p.stride, p.piece))
+                slab_offset += p.piece
+            seen[identity] = tuple(planes)
+        placed[name] = seen[identity]
+    return placed
 
 
 def _planes_of(name: str, tensor: Any, num_blocks: int, region: int, layer: int) -> tuple[list[_Plane], str]:

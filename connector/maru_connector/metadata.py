@@ -24,6 +24,7 @@ class LoadJob:
     lease_session: int
     generation: int  #: of the sidecar that gave the lease
     synchronous: bool = False  #: the step's own forward pass reads these blocks
+    slabs: bytes = b""  #: overlap path: n chunks × ranks ``layout.SLAB_REF``; empty: the sidecar copies
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
     cancel_loads: list[str] = field(default_factory=list)  #: requests aborted while loading
+    overlap_generation: int = 0  #: the sidecar generation whose pool loads may be overlapped from; 0: none
 
 
 @dataclass(slots=True)
@@ -56,6 +58,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     stores_done: dict[int, int] = field(default_factory=dict)  #: job → ranks that are done with its blocks
     loads_done: dict[str, int] = field(default_factory=dict)  #: synchronous loads: request → ranks
     loads_failed: set[str] = field(default_factory=set)
+    overlap: dict[int, int] = field(default_factory=dict)  #: sidecar generation → ranks newly ready for overlap, less those not
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Sum of two ranks' reports of one step."""
@@ -64,6 +67,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             _sum(self.stores_done, other.stores_done),
             _sum(self.loads_done, other.loads_done),
             self.loads_failed | other.loads_failed,
+            _sum(self.overlap, other.overlap),
         )
 
 

@@ -21,12 +21,13 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True)
 class Lookup:
-    """A LOOKUP ticket. Once answered with hits it *is* the lease, until it is released."""
+    """A LOOKUP or LOCATE ticket. Once answered with hits it *is* the lease, until it is released."""
 
     session: Session
     ticket: int
     chunks: int  #: asked
     posted: float  #: monotonic seconds
+    located: bool = False  #: a LOCATE: the answer says where the slabs lie
     asks: int = 0
     hits: int | None = None  #: leading chunks present, None until answered
     deadline: int = 0  #: end of the lease, CLOCK_MONOTONIC ns
@@ -45,6 +46,7 @@ class RequestState:
     preemptions: int = 0  #: as of the last time it was asked about
     known_hits: int = -1  #: leading chunks the last answered lookup found, -1 before the first
     claimed_from: int = 0  #: local tokens under the hit that was claimed last
+    slabs: bytes = b""  #: slab references of the hit that was claimed last, if it is loaded by the overlap path
     job: LoadJob | None = None
     lease: Lookup | None = None  #: the lookup behind ``job``
     parked_blocks: int = 0

@@ -4,6 +4,9 @@ Nothing here waits for I/O. A lookup is posted when a request arrives and read w
 lease, held by the LOOKUP's own record until the load is over, the hit turns out useless, or the request goes. Every path
 out of a request ends in :meth:`SchedulerHalf._drop_lookup`, which is how leases do not leak.
 
+A hit is loaded in one of two ways: parked, by the sidecar, while others run (deferred); or, where it is the only live request,
+by the workers themselves while its own forward pass runs (``overlap_policy.py`` says when, ``overlap.py`` how).
+
 When a store is due is decided here, which chunks it carries in ``store_planner.py``.
 """
 
@@ -21,6 +24,7 @@ from maru_connector.link import SidecarLink
 from maru_connector.log import OnceLogger, get_logger
 from maru_connector.metadata import LoadJob, StepMetadata, WorkerReport
 from maru_connector.options import Options
+from maru_connector.overlap_policy import OverlapPolicy
 from maru_connector.pins import BlockPins
 from maru_connector.request_state import Lookup, Phase, RequestState
 from maru_connector.session import Session
@@ -43,7 +47,7 @@ class SchedulerHalf:
 
     def __init__(
         self, options: Options, link: SidecarLink, root: bytes, *, block_tokens: int, num_blocks: int, ranks: int,
-        deferred: bool, may_load: bool = True, may_store: bool = True,
+        deferred: bool, may_load: bool = True, may_store: bool = True, overlap: OverlapPolicy | None = None,
     ) -> None:  # fmt: skip
         self.options = options
         self.link = link
@@ -54,7 +58,9 @@ class SchedulerHalf:
         self._ranks = ranks
         self._may_load = may_load
         self._may_store = may_store
+        self._overlap = overlap
         self._requests: dict[str, RequestState] = {}
+        self._strangers: set[str] = set()  # live requests that cannot be cached
         pins = BlockPins(int(num_blocks * options.max_pinned_share), ranks)
         self._stores = StorePlanner(options.chunk_tokens, block_tokens, pins)
         self._max_parked = int(num_blocks * options.max_parked_share)
@@ -74,6 +80,7 @@ class SchedulerHalf:
     def on_new_request(self, request: Any) -> None:
         """Hash the prompt once and post its lookup."""
         if not namespace.cacheable(request):
+            self._strangers.add(request.request_id)
             return
         state = self._new_state(request)
         self._requests[request.request_id] = state
@@ -125,17 +132,27 @@ class SchedulerHalf:
 
     def _claim(self, request: Any, state: RequestState, lookup: Lookup, num_computed: int) -> tuple[int | None, bool]:
         end = (lookup.hits or 0) * self.options.chunk_tokens
-        if not self._deferred:
+        state.slabs = b""
+        if self._overlap is not None and self._alone():
+            state.slabs = self._overlap.slabs_of(lookup, request.num_tokens - end)
+        if not self._deferred and not state.slabs:
             # A synchronous full hit trips an assertion in the scheduler: it must compute one token at least.
             end = min(end, (request.num_tokens - 1) // self._block_tokens * self._block_tokens)
         n = end - num_computed
         if n < max(1, self.options.min_hit_tokens):
             self._drop_lookup(state)
             return _MISS
+        if state.slabs:
+            state.claimed_from = num_computed
+            return n, False
         if self._deferred and self._parked and self._parked + n // self._block_tokens > self._max_parked:
             return None, False  # bounded: the loads in flight end, each within its timeout
         state.claimed_from = num_computed
         return n, self._deferred
+
+    def _alone(self) -> bool:
+        """Whether one request is live, or none."""
+        return len(self._requests) <= 1 and not self._strangers
 
     # --- lookups ------------------------------------------------------------------------------------------------------------
     def _post_lookup(self, session: Session, state: RequestState) -> bool:
@@ -146,14 +163,16 @@ class SchedulerHalf:
         chunks = state.keys.extend(request.all_token_ids)
         if not chunks:
             return False
+        overlap = self._overlap is not None and self._overlap.generation == session.generation and self._alone()
         try:
-            ticket = session.post(L.Op.LOOKUP, bytes(state.keys.keys), label=request.request_id)
+            op = L.Op.LOCATE if overlap else L.Op.LOOKUP
+            ticket = session.post(op, bytes(state.keys.keys), label=request.request_id)
         except RingFull:
             self._stats.add(lookups_skipped=1)
             return False
         self._open_lookups += 1
         self._stats.add(lookups=1)
-        state.lookup = Lookup(session, ticket, chunks, time.monotonic())
+        state.lookup = Lookup(session, ticket, chunks, time.monotonic(), overlap)
         return True
 
     def _answered(self, state: RequestState, lookup: Lookup) -> bool:
@@ -234,7 +253,8 @@ class SchedulerHalf:
             lease=lookup.ticket if lookup else 0,
             lease_session=lookup.session.id if lookup else 0,
             generation=lookup.session.generation if lookup else 0,
-            synchronous=not self._deferred,
+            synchronous=bool(state.slabs) or not self._deferred,
+            slabs=state.slabs[first * self._ranks * L.SLAB_REF.size : last * self._ranks * L.SLAB_REF.size],
         )
         self._loads.append(state.job)
         state.lookup, state.lease = None, lookup
@@ -243,7 +263,7 @@ class SchedulerHalf:
         self._parked += state.parked_blocks
         state.stored = max(state.stored, last)
         self._stats.add(hits=1, hit_tokens=n)
-        if self._deferred:
+        if not state.job.synchronous:
             state.phase = Phase.LOADING
 
     def build_connector_meta(self, output: Any) -> StepMetadata:
@@ -258,6 +278,8 @@ class SchedulerHalf:
         if scheduled or output.preempted_req_ids:
             self._track(output, scheduled, session)
         meta = StepMetadata(self._step, bool(scheduled))
+        if self._overlap is not None:
+            meta.overlap_generation = self._overlap.generation
         if self._loads:
             meta.loads, self._loads = self._loads, []
             for job in meta.loads:
@@ -317,6 +339,8 @@ class SchedulerHalf:
         if isinstance(report, WorkerReport):
             for job, ranks in report.stores_done.items():
                 self._stores.pins.done(job, ranks)
+            if self._overlap is not None:
+                self._overlap.note(report.overlap)
             for request_id in report.loads_failed:
                 state = self._requests.get(request_id)
                 if state is not None:
@@ -350,6 +374,7 @@ class SchedulerHalf:
         """Store what is left and let go. Pins keep the blocks; their free is never delayed."""
         state = self._requests.get(request.request_id)
         if state is None:
+            self._strangers.discard(request.request_id)
             self._blocks_freed(block_ids, self._step)
             return
         self._drop_lookup(state)
@@ -366,8 +391,9 @@ class SchedulerHalf:
                 self._stores.plan(state, tokens)
             if (left := tokens // self.options.chunk_tokens - state.stored) > 0:
                 self._stats.add(chunks_not_stored=left)
-        if state.job is not None:  # a synchronous load: the step it was for is over
-            self._load_over(state)
+        if state.job is not None:  # its step may still run: the report that ends it gives the lease back
+            state.phase = Phase.ABORTED
+            return
         del self._requests[request.request_id]
 
     def has_pending_work(self) -> bool:

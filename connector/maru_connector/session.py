@@ -16,6 +16,9 @@ import os
 import select
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from maru_shm import layout as L
 from maru_shm import segment as segments
 from maru_shm.errors import ProtocolViolation, RingFull
@@ -138,6 +141,12 @@ class Session:
         except ProtocolViolation:
             self.connected = False
             return None
+
+    def slab_refs(self, ticket: int, n: int) -> npt.NDArray[np.uint64] | None:
+        """The first ``n`` slab references that answered a LOCATE, shape (n, 2); None if the reply cell cannot hold so many."""
+        if n * L.SLAB_REF.size > self.segment.shape.reply_bytes:
+            return None
+        return self._records.slab_refs(ticket, n)
 
     def ended(self, ticket: int) -> Ended | None:
         """How ``ticket`` ended, once, or None while it is in flight. Its record is free again afterwards."""

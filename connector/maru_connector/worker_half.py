@@ -8,6 +8,12 @@ Ordering. Stores are posted after the step's forward pass and carry its number; 
 Loads carry the last step that could touch their blocks. A load is reported failed only when no copy can write its blocks
 any more: vLLM recomputes into them at once.
 
+A load that carries slab references is this process's own to copy (``overlap.py``); in its step nothing else is asked of the
+sidecar. If that cannot begin, the sidecar loads it within the step. If it ends without the right bytes, all that is
+left depends on the engine: model runner V1 without asynchronous scheduling recomputes; the others would compute wrong tokens
+from then on (vllm#49250), so the worker raises and the engine ends rather than answer wrongly.
+It takes a lease that did not hold.
+
 Preemption needs nothing here. Blocks of a preempted request that a store still reads are pinned (``pins.py``), and only running
 requests, never loading ones, are preempted.
 """
@@ -26,10 +32,11 @@ from maru_connector.link import SidecarLink
 from maru_connector.log import OnceLogger, get_logger
 from maru_connector.metadata import LoadJob, StepMetadata, StoreJob, WorkerReport
 from maru_connector.options import Options
+from maru_connector.overlap import Overlap
 from maru_connector.session import Ended, Ending, Session
 from maru_connector.stats import MaruStats
 from maru_shm import layout as L
-from maru_shm.errors import RingFull
+from maru_shm.errors import RingFull, TransferError
 from maru_shm.records import Reply
 from maru_shm.segment import Segment
 
@@ -51,11 +58,17 @@ class _Live(Generic[J]):
 
 
 class WorkerHalf:
-    """``link`` is None while there is no KV cache to attach (before registration, asleep, or refused)."""
+    """``link`` is None while there is no KV cache to attach (before registration, asleep, or refused).
 
-    def __init__(self, options: Options, make_fence: Callable[[Segment], StepFence]) -> None:
+    ``recomputes``: whether this engine recomputes a failed synchronous load rightly.
+    """
+
+    def __init__(self, options: Options, make_fence: Callable[[Segment], StepFence], *, recomputes: bool = True) -> None:
         self.options = options
         self.link: SidecarLink | None = None
+        self._recomputes = recomputes
+        self._overlap: Overlap | None = None
+        self._overlapping: LoadJob | None = None
         self._make_fence = make_fence
         self._fence: StepFence | None = None
         self._fence_step = 0  #: last step whose work was launched
@@ -71,17 +84,21 @@ class WorkerHalf:
         self._once = OnceLogger(logger)
 
     # --- attachment -------------------------------------------------------------------------------------------------------
-    def attach(self, link: SidecarLink) -> bool:
+    def attach(self, link: SidecarLink, overlap: Overlap | None = None) -> bool:
         """Take a link for this worker's KV cache and wait for it a bounded time; the engine goes on without it."""
-        self.link = link
+        self.link, self._overlap = link, overlap
         return link.wait_attached(self.options.attach_timeout_s)
 
     def on_attached(self, session: Session) -> None:
         """A new segment: its fence starts at what has been launched so far."""
         self._fence = self._make_fence(session.segment)
         self._fence.after_step(self._fence_step)
+        if self._overlap is not None:
+            self._overlap.attached(session)
 
     def on_lost(self, session: Session) -> None:
+        if self._overlap is not None:
+            self._overlap.lost(session)
         fence, self._fence = self._fence, None
         if fence is not None:
             fence.close()
@@ -97,13 +114,20 @@ class WorkerHalf:
             self._store_over(store.job)
         self._loads.clear()
         self._stores.clear()
+        overlap, self._overlap = self._overlap, None
+        if overlap is not None:
+            overlap.close()
+            self._note_readiness(overlap)
 
     def _session(self) -> Session | None:
         return self.link.poll() if self.link is not None else None
 
     # --- loads ------------------------------------------------------------------------------------------------------------
-    def start_loads(self, meta: StepMetadata) -> None:
-        """Post this step's loads and cancel those whose requests were aborted. Once per step, later calls do nothing."""
+    def start_loads(self, meta: StepMetadata, *, layered: bool = False) -> None:
+        """Start this step's loads and cancel those whose requests were aborted. Once per step, later calls do nothing.
+
+        ``layered``: the pass has yet to come, and calls :meth:`wait_for_layer` for each layer.
+        """
         if meta.step <= self._loaded_step:
             return
         self._loaded_step = meta.step
@@ -111,15 +135,45 @@ class WorkerHalf:
             load = self._loads.get(request_id)
             if load is not None:
                 load.cancelled = True
+        if self._overlap is not None:
+            self._overlap.keep_only(meta.overlap_generation)
         if not meta.loads:
             return
         session = self._session()
         for job in meta.loads:
-            self._post_load(session, job)
+            if job.slabs and self._overlap is not None and self._overlap.start(job, layered=layered):
+                self._overlapping = job
+            else:
+                self._post_load(session, job)
         if session is not None:
             session.flush()
-        if any(job.synchronous for job in meta.loads):
+        if any(load.job.synchronous for load in self._loads.values()):
             self._wait_for(lambda: not self._loads, self.options.load_timeout_s + 1.0, self._poll_loads)
+
+    def wait_for_layer(self, name: str) -> None:
+        """vLLM is about to compute a layer's attention."""
+        if self._overlap is not None:
+            self._overlap.layer(name)
+
+    def _finish_overlapped(self) -> None:
+        """The pass is launched. An overlapped load ends within its step, so that its outcome is part of the step's."""
+        if self._overlap is None:
+            return
+        outcome = self._overlap.finish()
+        job, self._overlapping = self._overlapping, None
+        if job is not None and outcome is not None:
+            self._stats.add(load_bytes=outcome.nbytes, load_seconds=outcome.seconds)
+            if outcome.arrived:
+                self._stats.add(loads=1, loads_overlapped=1)
+                self._over(job)
+            else:
+                self._fail(job, 0)
+        self._note_readiness(self._overlap)
+
+    def _note_readiness(self, overlap: Overlap) -> None:
+        for generation, n in overlap.changes().items():
+            self._report.overlap[generation] = self._report.overlap.get(generation, 0) + n
+            self._reported = True
 
     def _post_load(self, session: Session | None, job: LoadJob) -> None:
         if session is None:
@@ -173,6 +227,11 @@ class WorkerHalf:
 
     def _fail(self, job: LoadJob, n_done: int) -> None:
         """Report the blocks of every chunk from ``n_done`` on as invalid, in the same step as the end of the load."""
+        if job.synchronous and not self._recomputes:
+            raise TransferError(
+                f"request {job.request_id} runs on a hit that did not arrive, and this engine would go on with wrong tokens",
+                "set maru.layerwise_overlap to false and report the sidecar's and the engine's log",
+            )
         rows = np.frombuffer(job.blocks, dtype="<i4").reshape(len(job.keys) // L.KEY_BYTES, -1)[n_done:]
         self._invalid.update(int(b) for b in rows[rows != L.SKIP_BLOCK])
         self._report.loads_failed.add(job.request_id)
@@ -192,6 +251,7 @@ class WorkerHalf:
         if meta.step <= self._posted_step:
             return
         self._posted_step = self._fence_step = meta.step
+        self._finish_overlapped()
         session = self._session()
         if session is not None:
             session.sweep()
@@ -251,6 +311,10 @@ class WorkerHalf:
             self.start_loads(meta)  # nothing is left unposted, whatever order this version calls its hooks in
             if not meta.has_forward:
                 self.finish_step(meta)
+            elif self._overlapping is not None:  # asked before the step is finished: an outcome belongs to its own step
+                self._finish_overlapped()
+        if self._fence is not None:
+            self._fence.poll()
         if self._loads or self._stores:
             self._session()  # notices a death
             self._poll_loads()

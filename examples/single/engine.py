@@ -32,9 +32,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
 class Engine:
-    """``socket``: the sidecar's. ``kv_bytes``: size of the engine's own KV cache."""
+    """``socket``: the sidecar's. ``kv_bytes``: size of the engine's own KV cache. ``options``: the connector's, ``maru.*``."""
 
-    def __init__(self, model: str, socket: str, *, kv_bytes: int, chunk_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self, model: str, socket: str, *, kv_bytes: int, chunk_tokens: int, max_model_len: int, options: dict[str, str]
+    ) -> None:
         from vllm import LLM
 
         self._llm = LLM(
@@ -52,7 +54,7 @@ class Engine:
                 "kv_connector_module_path": "maru_connector.connector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"maru.socket": socket, "maru.chunk_tokens": chunk_tokens},
+                "kv_connector_extra_config": {"maru.socket": socket, "maru.chunk_tokens": chunk_tokens, **options},
             },
         )
         self._engine = self._llm.llm_engine
@@ -152,12 +154,18 @@ def main() -> None:
     parser.add_argument("--kv-bytes", type=int, default=256 << 20)
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--option", action="append", default=[], metavar="maru.NAME=VALUE", help="of the connector")
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints where it likes; the answers have their own descriptor
     started = time.perf_counter()
     engine = Engine(
-        args.model, args.socket, kv_bytes=args.kv_bytes, chunk_tokens=args.chunk_tokens, max_model_len=args.max_model_len
+        args.model,
+        args.socket,
+        kv_bytes=args.kv_bytes,
+        chunk_tokens=args.chunk_tokens,
+        max_model_len=args.max_model_len,
+        options=dict(option.split("=", 1) for option in args.option),
     )
     answers.write(json.dumps({"ready": time.perf_counter() - started}) + "\n")
     answers.flush()

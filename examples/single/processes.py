@@ -91,11 +91,11 @@ class EngineProcess:
 
 
 class Sidecar:
-    """``maru-sidecar run`` in the foreground, as a child process."""
+    """``maru-sidecar run`` in the foreground, as a child process; ``flags`` are added to its command line."""
 
-    def __init__(self, directory: Path, pool: str, size: str) -> None:
-        self.socket = str(directory / "control.sock")
-        self.log = directory / "sidecar.log"
+    def __init__(self, directory: Path, pool: str, size: str, *flags: str, name: str = "sidecar") -> None:
+        self.socket = str(directory / f"{name}.sock")
+        self.log = directory / f"{name}.log"
         with open(self.log, "ab") as out:
             self._process = subprocess.Popen(
                 [
@@ -109,6 +109,7 @@ class Sidecar:
                     pool,
                     "--pool-size",
                     size,
+                    *flags,
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=out,

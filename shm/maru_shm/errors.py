@@ -91,6 +91,10 @@ class PoolFull(PoolError):
     """No slab is free and nothing may be evicted."""
 
 
+class RegionNotHeld(PoolFull):
+    """A region of a shared pool may not be written (any more): it was not granted, or its lease is over."""
+
+
 class TransferError(MaruError):
     """Bytes could not be moved between the pool and an engine's KV cache."""
 

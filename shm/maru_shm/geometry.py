@@ -24,6 +24,13 @@ MAX_REGIONS = 1024
 _MAX_ADDRESS = 1 << 63
 
 
+class Direction(enum.Enum):
+    """Which way a copy goes."""
+
+    LOAD = "load"  #: slab → engine
+    STORE = "store"  #: engine → slab
+
+
 class RegionKind(enum.StrEnum):
     """How the sidecar reaches a region of the engine's memory."""
 

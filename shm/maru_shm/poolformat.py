@@ -9,6 +9,8 @@
         4 KiB             slab headers     n_slabs × 256 B
         data_offset       slab data        n_slabs × slab_stride (slab_bytes rounded up to 4 KiB; data_offset too)
 
+In a shared pool, offset 1024 of a region's first page says whose it is (REGION_OWNER): a restarted node claims those.
+
 A region is formatted for one slab size when its first slab is needed and may be formatted again once it is empty.
 A slab is one chunk of one rank. All integers are little-endian. CRCs are zlib's CRC-32.
 
@@ -25,6 +27,7 @@ and costs a pass of the CPU over the bytes, so it is taken where the CPU moves t
 from __future__ import annotations
 
 import enum
+import hashlib
 import struct
 import zlib
 
@@ -44,6 +47,15 @@ POOL_HEADER = struct.Struct("<QII16sQQQQ16sQQ")
 #: magic, format, flags, slab bytes, slab stride, n_slabs, data offset, crc32 of everything before
 REGION_HEADER = struct.Struct("<QIIQQQQ")
 CRC = struct.Struct("<I")
+
+#: pool header flags
+FLAG_CREATING = 1  #: not yet sized
+FLAG_SHARED = 2  #: several sidecars use it, each writes only the regions granted to it
+
+OWNER_MAGIC = int.from_bytes(b"MARUOWNR", "little")
+REGION_OWNER_OFFSET = 1024
+#: magic, node id (16 bytes, see ``node_id``), fencing token of the grant, boot id of the owner's machine, then the CRC
+REGION_OWNER = struct.Struct("<Q16sQ16s")
 
 SLAB_HEADER_BYTES = 256
 FLAG_CHECKSUM = 1
@@ -82,6 +94,11 @@ SLAB_HEADER = np.dtype(
 )
 assert SLAB_HEADER.itemsize == SLAB_HEADER_BYTES
 SLAB_CRC_FROM, SLAB_CRC_TO = 24, 120
+
+
+def node_id(name: str) -> bytes:
+    """16 bytes that stand for a node's name in the pool."""
+    return hashlib.blake2b(name.encode(), digest_size=16, person=b"maru-node").digest()
 
 
 def with_crc(packed: bytes) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 from maru_sidecar.eviction import EvictionPolicy
-from maru_sidecar.regions import SlabHeader
+from maru_sidecar.slab_header import SlabHeader
 
 _NO_PARENT = b""  #: of a chunk whose parent claims to lie behind it
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from maru_shm import __version__
+from maru_sidecar import pool_cli
 from maru_sidecar.output import (
     EXIT_CODES_HELP,
     ExitCode,
@@ -250,6 +251,10 @@ def cache_unpin(socket: str | None, timeout: float, fmt: Format, namespace: str,
 def _keys(given: tuple[str, ...]) -> list[str]:
     """Keys from the command line; ``-`` stands for those on standard input."""
     return [key for word in given for key in (sys.stdin.read().split() if word == "-" else [word])]
+
+
+# --- shared pools -----------------------------------------------------------------------------------------------------------
+cli.add_command(pool_cli.pool)
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------------

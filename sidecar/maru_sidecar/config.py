@@ -82,6 +82,18 @@ class Daemon(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
+class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The metadata server through which this sidecar shares its pool with others (``pool.shared``)."""
+
+    endpoint: str = ""  #: ``tcp://host:port``; empty: off
+    node: str = ""  #: this sidecar's name in the cluster; empty: host name and instance
+    token_file: str = ""  #: the cluster's token; needed anywhere but on loopback
+    lookup_wait_ms: float = 20.0  #: a lookup is answered without the server if that takes longer
+    pin_ttl_s: float = 30.0  #: chunks of others stay pinned at the server this long, at most its ``--max-pin-ms``
+    write_margin_ms: int = 500  #: a slab's write begins only while the region's lease lasts that much longer
+    spare_regions: int = 1  #: empty regions kept in stock; twice as many are given back
+
+
 class Http(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The HTTP endpoint for health and metrics."""
 
@@ -98,11 +110,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: Limits = Limits()
     daemon: Daemon = Daemon()
     http: Http = Http()
+    server: Server = Server()
 
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "pool": PoolSpec, "control": Control, "cache": Cache, "transfer": Transfer, "limits": Limits, "daemon": Daemon,
-    "http": Http,
+    "http": Http, "server": Server,
 }  # fmt: skip
 _POOL_DEFAULTS: dict[str, Any] = {"backend": "shm", "size": 4 << 30}
 
@@ -168,6 +181,8 @@ def _from_environment(env: Mapping[str, str]) -> Iterator[tuple[str, object, str
         yield "control.socket", socket, "MARU_SOCKET"
     for name in sorted(env):
         section, _, field = name.removeprefix(ENV_PREFIX).lower().partition("_")
+        if section == "server" and _field_type(f"server.{field}") is None:
+            continue  # MARU_SERVER_… are maru-server's too
         if name.startswith(ENV_PREFIX) and section in SECTIONS and field:
             yield f"{section}.{field}", env[name], name
 
@@ -243,6 +258,19 @@ def _bounds(c: Config) -> Iterator[tuple[str, object, bool, str]]:
     yield "control.mode", oct(c.control.mode), 0 <= c.control.mode <= 0o777, "permission bits between 0 and 0777"
     for name in ("max_connections", "handshake_timeout_s", "idle_timeout_s"):
         yield f"control.{name}", getattr(c.control, name), getattr(c.control, name) > 0, "above 0"
+    shared, server = c.pool.shared, c.server
+    yield (
+        "pool.shared",
+        shared,
+        shared == bool(server.endpoint),
+        "pool.shared and server.endpoint go together: set both or none",
+    )
+    yield "pool.recreate", c.pool.recreate, not (shared and c.pool.recreate), "off; a shared pool is emptied by pool clear"
+    yield "pool.coherence", c.pool.coherence, shared or c.pool.coherence == "hardware", "hardware, unless pool.shared is set"
+    yield "server.lookup_wait_ms", server.lookup_wait_ms, 0 < server.lookup_wait_ms <= 1000, "above 0, at most 1000 ms"
+    yield "server.pin_ttl_s", server.pin_ttl_s, 1 <= server.pin_ttl_s <= 3600, "1 to 3600 seconds"
+    yield "server.write_margin_ms", server.write_margin_ms, 0 <= server.write_margin_ms <= 60_000, "0 to 60000 ms"
+    yield "server.spare_regions", server.spare_regions, 1 <= server.spare_regions <= 1024, "1 to 1024"
     low, high = c.cache.low_watermark, c.cache.high_watermark
     yield "cache.high_watermark", high, 0 < high <= 1, "a share above 0, at most 1"
     yield "cache.low_watermark", low, 0 < low <= high, f"above 0, at most cache.high_watermark ({high})"

@@ -23,12 +23,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from maru_shm import __version__
 from maru_shm import layout as L
 from maru_shm import messages as M
 from maru_shm.atomics import full_fence, require_supported_platform
-from maru_shm.errors import ProtocolViolation
+from maru_shm.errors import ConfigError, ProtocolViolation
 from maru_shm.segment import process_start_time
 from maru_sidecar import harvest
 from maru_sidecar import status as reports
@@ -44,6 +45,9 @@ from maru_sidecar.prefault import Prefault
 from maru_sidecar.service import ControlService
 from maru_sidecar.sessions import Identity, Session, Sessions
 from maru_sidecar.tickets import Counters
+
+if TYPE_CHECKING:
+    from maru_sidecar.sharing.node import Node
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +91,8 @@ class Sidecar:
         Raises :class:`~maru_shm.errors.SocketBusy`, ``ConfigError`` or ``PlatformUnsupported``.
         """
         require_supported_platform()
+        if config.server.endpoint:
+            _require_server_client()
         self.config = config
         self.state = L.SidecarState.STARTING
         self.instance = instance_of(config.control.socket)
@@ -101,6 +107,7 @@ class Sidecar:
         self.lanes: Lanes | None = None
         self.sessions: Sessions | None = None
         self.prefault: Prefault | None = None
+        self.node: Node | None = None  #: where the pool is shared
         self.on_ready: list[Callable[[], None]] = []
         self.on_progress: list[Callable[[], None]] = []
         self.on_stopping: list[Callable[[], None]] = []
@@ -169,7 +176,7 @@ class Sidecar:
                 log.warning("pool %s: %s", self.config.pool.file_path, warning)
             cache = self.config.cache
             marks = Watermarks(cache.high_watermark, cache.low_watermark)
-            directory = Directory(pool, watermarks=marks, default_quota=cache.namespace_quota)
+            directory = self._make_directory(pool, marks)
             report = directory.rebuild()
             self.harvested = harvest.sweep(self.instance, directory)
             log.info("pool %s: %s; %s", self.config.pool.file_path, report, self.harvested)
@@ -181,6 +188,20 @@ class Sidecar:
             return
         self.opening.seconds = time.monotonic() - self.opening.began_s
         self.poller.call_soon(lambda: self._pool_opened(pool, directory))
+
+    def _make_directory(self, pool: PoolFile, marks: Watermarks) -> Directory:
+        cache = self.config.cache
+        if not self.config.server.endpoint:
+            return Directory(pool, watermarks=marks, default_quota=cache.namespace_quota)
+        from maru_sidecar.sharing.node import Node
+
+        node = self.node = Node(self.config, pool, self.instance, self.poller.call_soon)
+        directory = Directory(
+            pool, watermarks=marks, default_quota=cache.namespace_quota, rights=node.rights, mine=node.claimed,
+            events=node.events,
+        )  # fmt: skip
+        node.bind(directory, lease_ttl_s=cache.lease_ttl_s)
+        return directory
 
     def _open_pool_file(self) -> PoolFile:
         if self._pool_fd is None:
@@ -198,13 +219,15 @@ class Sidecar:
     def _pool_opened(self, pool: PoolFile, directory: Directory) -> None:
         config = self.config
         self.pool, self.directory = pool, directory
-        self.lanes = Lanes(pool, directory, config.transfer)
+        self.lanes = Lanes(pool, directory, config.transfer, self.node.slabs if self.node is not None else None)
         identity = Identity(self.instance, self.generation, os.getpid(), process_start_time(os.getpid()))
         self.sessions = Sessions(
             identity=identity, pool=pool, directory=directory, lanes=self.lanes, poller=self.poller, limits=config.limits,
             counters=self.counters, reply=self.server.reply, hang_up=self.server.close_connection,
         )  # fmt: skip
-        self._dispatcher = Dispatcher(directory, config.cache.lease_ttl_s)
+        self._dispatcher = Dispatcher(directory, config.cache.lease_ttl_s, self.node.lookups if self.node is not None else None)
+        if self.node is not None:
+            self.node.start()
         self.prefault = Prefault(pool)
         self.prefault.start()
         if not self._stop_asked:
@@ -234,12 +257,16 @@ class Sidecar:
             if now >= self._next_tick:
                 self._next_tick = now + tick_ns
                 self._tick(now)
+            wake = self._next_tick
+            if self.node is not None and self.sessions is not None:
+                self.node.lookups.expire(now)
+                wake = min(wake, self.node.lookups.next_deadline_ns or wake)
             if served:
                 spin_until = now + spin_ns
             if now < spin_until:
                 self.poller.poll(0)
             else:
-                self._sleep(max(0.0, (self._next_tick - now) / 1e9))
+                self._sleep(max(0.0, (wake - now) / 1e9))
 
     def _serve_rings(self) -> int:
         served = 0
@@ -278,6 +305,9 @@ class Sidecar:
             for session in self.sessions.live.values():
                 session.segment.words[L.WORD_SIDECAR_BEAT] = now
             self.directory.expire(now)
+            if self.node is not None:
+                self.node.lookups.leases.sweep(self.sessions.live.__contains__, now)
+                self.node.tick()
         self.server.tick()
         health = self.health()
         if health.good:
@@ -312,6 +342,8 @@ class Sidecar:
             self.prefault.stop()
         if self.lanes is not None:
             settled = self.lanes.close(STOP_TIMEOUT_S) and settled
+        if self.node is not None and self.sessions is not None:
+            self.node.close()
         if self.sessions is not None:
             self.sessions.close()
         self.service.close()
@@ -327,6 +359,8 @@ class Sidecar:
         """End every session and wait, bounded, until their copies are fenced."""
         if self.sessions is None:
             return True
+        if self.node is not None:
+            self.node.lookups.close()
         for session in tuple(self.sessions.live.values()):
             self.sessions.end(session, "the sidecar stops")
         deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -335,6 +369,17 @@ class Sidecar:
             for session in tuple(self.sessions.live.values()):  # attached meanwhile
                 self.sessions.end(session, "the sidecar stops")
         return self.sessions.settled
+
+
+def _require_server_client() -> None:
+    """Raise unless the metadata server's client can be imported."""
+    try:
+        import maru_server.node  # noqa: F401
+    except ImportError as e:
+        raise ConfigError(
+            f"server.endpoint is set, and the metadata server's client cannot be imported ({e})",
+            "pip install maru-sidecar[server]",
+        ) from e
 
 
 def _has_work(session: Session) -> bool:

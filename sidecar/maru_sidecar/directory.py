@@ -12,14 +12,14 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from maru_shm import poolformat as F
-from maru_shm.errors import PoolError, PoolFull
+from maru_shm.errors import PoolError, PoolFull, RegionNotHeld
 from maru_shm.layout import KEY_BYTES
 from maru_shm.messages import ChunkInfo
 from maru_sidecar import directory_view as view
@@ -30,8 +30,11 @@ from maru_sidecar.holdings import Holdings
 from maru_sidecar.leases import Lease, LeaseTable
 from maru_sidecar.pool import PoolFile
 from maru_sidecar.recovery import RebuildReport
-from maru_sidecar.regions import RegionTable, SlabHeader
+from maru_sidecar.regions import RegionTable
 from maru_sidecar.room import RoomMaker
+from maru_sidecar.shared_regions import SharedRegions
+from maru_sidecar.sharing.rights import WriteRights
+from maru_sidecar.slab_header import SlabHeader
 
 _CLEAR_BATCH = 256  #: chunks evicted per hold of the lock in clear(): about 1 ms
 _COUNTERS = (
@@ -57,10 +60,25 @@ class Presence(enum.Enum):
 
 
 class SlabRef(NamedTuple):
-    """A slab's data offset (bytes from the pool's start) and its state word when it was looked up."""
+    """A slab's data offset (bytes from the pool's start), its state word when it was looked up, its header's offset."""
 
     offset: int
     state_word: int
+    header: int = 0
+
+
+class PoolEvents(Protocol):
+    """Who shares the pool hears of changes. Called under the directory's lock: note it and return."""
+
+    def committed(self, namespace: bytes, key: bytes, rank: int, *, region: int, number: int, generation: int) -> None: ...
+
+    def removed(self, namespace: bytes, key: bytes, ranks: list[int]) -> None:
+        """The chunk's slabs are about to be reused."""
+        ...
+
+    def low(self, stride: int) -> None:
+        """The last empty region is in use; ``stride`` bytes were asked for."""
+        ...
 
 
 class Acquired:
@@ -135,12 +153,18 @@ class Directory:
         default_quota: int = 0,
         eviction: Callable[[], EvictionPolicy] = LeastRecentlyUsed,
         admission: AdmissionPolicy | None = None,
+        rights: WriteRights | None = None,
+        mine: Iterable[int] | None = None,
+        events: PoolEvents | None = None,
     ) -> None:
+        """``rights``, ``mine``, ``events``: of a shared pool, see ``regions.RegionTable`` and :class:`PoolEvents`."""
         self._pool = pool
         self._lock = threading.Lock()
-        self._regions = RegionTable(pool)
-        self._held = Holdings(self._regions, eviction)
+        self._regions = RegionTable(pool, rights, mine)
+        self._events = events
+        self._held = Holdings(self._regions, eviction, events.removed if events is not None else None)
         self._room = RoomMaker(self._held, watermarks or Watermarks(), quotas or {}, default_quota)
+        self.shared = SharedRegions(self._lock, self._regions, self._held)
         self._admission = admission or AdmitAll()
         self._leases = LeaseTable()
         self._report = RebuildReport()
@@ -231,7 +255,7 @@ class Directory:
                 if chunk is None or not chunk.slabs[rank]:
                     break
                 slab = chunk.slabs[rank]
-                refs.append(SlabRef(regions.data_offset(slab), regions.state_word(slab)))
+                refs.append(SlabRef(regions.data_offset(slab), regions.state_word(slab), slab))
                 chunks.append(chunk)
             for chunk in chunks:
                 self._held.pin(chunk)
@@ -246,7 +270,7 @@ class Directory:
 
     def header(self, ref: SlabRef) -> SlabHeader:
         """The header of a slab that the caller has acquired: its length, checksum, tokens."""
-        return self._regions.read_header(self._regions.slab_at(ref.offset))
+        return self._regions.read_header(ref.header)
 
     def _leading(self, namespace: bytes, keys: bytes, world: int) -> list[Chunk]:
         counts = self._counts
@@ -312,7 +336,9 @@ class Directory:
             except PoolError as e:
                 self._counts["full"] += isinstance(e, PoolFull)
                 self._end_pending(ns, header, needed)
+                self._tell_if_low(stride)
                 raise
+            self._tell_if_low(stride)
             self._regions.begin_write(slab)
             self._held.account(ns, slab)
             self._held.writing += 1
@@ -322,8 +348,19 @@ class Directory:
             ns.pending[key, rank] = reservation
             return reservation
 
+    def _tell_if_low(self, stride: int) -> None:
+        if self._events is not None and not self._regions.free_regions:
+            self._events.low(stride)
+
     def _commit(self, r: Reservation, checksum: int | None) -> None:
-        self._regions.write_header(r._slab, r._header._replace(checksum=checksum))
+        try:
+            self._regions.write_header(r._slab, r._header._replace(checksum=checksum))
+            self._publish(r)
+        except RegionNotHeld:
+            self._abort(r)
+            raise
+
+    def _publish(self, r: Reservation) -> None:
         with self._lock:
             self._regions.publish(r._slab)
             self._held.writing -= 1
@@ -332,6 +369,11 @@ class Directory:
             self._regions.set_owner(r._slab, chunk)
             self._held.offer(chunk)
             self._end_pending(r._namespace, r._header, r._needed)
+            if self._events is not None:
+                self._events.committed(
+                    r._header.namespace, r._header.key, r._header.rank, region=self._regions.region_of(r._slab).index,
+                    number=self._regions.number(r._slab), generation=self._regions.state_word(r._slab) >> 8,
+                )  # fmt: skip
 
     def _abort(self, r: Reservation) -> None:
         with self._lock:

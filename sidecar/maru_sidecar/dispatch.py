@@ -7,25 +7,38 @@ session alone.
 
 from __future__ import annotations
 
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
 from maru_shm import layout as L
 from maru_shm.errors import ProtocolViolation
 from maru_shm.geometry import KvLayout
 from maru_shm.records import Request
 from maru_sidecar.copy_thread import WorkerPort
 from maru_sidecar.directory import Directory
+from maru_sidecar.leases import Lease
 from maru_sidecar.loader import LoadJob
 from maru_sidecar.sessions import Session
+from maru_sidecar.sharing.foreign import Asker, Beyond
 from maru_sidecar.store_queue import StoreJob
 from maru_sidecar.tickets import Ticket
 
+if TYPE_CHECKING:
+    from maru_sidecar.sharing.lookups import PeerLookups  # imports the metadata server's client
+
+#: Lease of a LOCATE whose hit includes slabs of other nodes: below the 10 s that the connector's overlap path asks for.
+FOREIGN_LOCATE_NS = 8_000_000_000
 SLOTS_PER_TURN = 64  #: of one ring, before others get theirs
 
 
 class Dispatcher:
     """Consumes rings; the main thread uses it alone."""
 
-    def __init__(self, directory: Directory, lease_ttl_s: float) -> None:
+    def __init__(self, directory: Directory, lease_ttl_s: float, peers: PeerLookups | None = None) -> None:
         self._directory = directory
+        self._peers = peers
         self._lease_ttl_s = lease_ttl_s
         self.draining = False
 
@@ -73,14 +86,47 @@ class Dispatcher:
         lease = self._directory.lease(
             engine.namespace, request.keys, world=engine.world, ttl_s=self._lease_ttl_s, owner=session.id
         ) if request.keys else None  # fmt: skip
-        if lease is None or not lease.n:
-            ticket.finish(L.State.DONE)
+        if self._peers is None or not self._ask_peers(self._peers, session, ticket, lease):
+            self._answer_lookup(session, ticket, lease, Beyond())
+
+    def _ask_peers(self, peers: PeerLookups, session: Session, ticket: Ticket, lease: Lease | None) -> bool:
+        """Look for the rest elsewhere; False if there is no rest or nobody to ask."""
+        request, engine = ticket.request, session.engine
+        rest = request.keys[(lease.n if lease is not None else 0) * L.KEY_BYTES :]
+        if not rest:
+            return False
+        asker = Asker(engine.namespace, engine.world, session.id, session.id, request.ticket)
+        return peers.ask(asker, rest, lambda beyond: self._answer_lookup(session, ticket, lease, beyond))
+
+    def _answer_lookup(self, session: Session, ticket: Ticket, lease: Lease | None, beyond: Beyond) -> None:
+        request = ticket.request
+        n_local = lease.n if lease is not None else 0
+        n = n_local + beyond.n
+        deadlines = [d for d in (lease.deadline_ns if lease is not None else 0, beyond.deadline_ns) if d]
+        if n:
+            session.leases[request.ticket & L.TICKET_INDEX_MASK] = (request.ticket, lease.id if lease is not None else 0)
+        if ticket.table.closing:  # its session ended while the server was asked
+            self._give_back(session, request.ticket & L.TICKET_INDEX_MASK)
+            ticket.finish(L.State.FAILED, L.Code.ENGINE_GONE)
             return
-        session.leases[request.ticket & L.TICKET_INDEX_MASK] = (request.ticket, lease.id)
-        if request.op is L.Op.LOCATE:
-            refs = self._directory.locate(engine.namespace, request.keys[: lease.n * L.KEY_BYTES])
+        if request.op is L.Op.LOCATE and n:
+            deadlines.append(self._locate(session, request, n_local, beyond))
+        ticket.finish(L.State.DONE, n_done=n, deadline=min(deadlines, default=0))
+
+    def _locate(self, session: Session, request: Request, n_local: int, beyond: Beyond) -> int:
+        """Write the slab references; returns a bound for the lease's deadline.
+
+        A client that reads slabs itself needs them pinned for good, and those of other nodes are not. So a hit with any of them
+        gets zeros for references and a lease too short to overlap with: it is loaded by the sidecar, which checks.
+        """
+        engine = session.engine
+        if beyond.n:
+            refs = np.zeros(((n_local + beyond.n) * engine.world, 2), np.uint64)
             session.table.records.set_slab_refs(request.ticket, refs)
-        ticket.finish(L.State.DONE, n_done=lease.n, deadline=lease.deadline_ns)
+            return time.monotonic_ns() + FOREIGN_LOCATE_NS
+        refs = self._directory.locate(engine.namespace, request.keys[: n_local * L.KEY_BYTES])
+        session.table.records.set_slab_refs(request.ticket, refs)
+        return time.monotonic_ns() + int(self._lease_ttl_s * 1e9)
 
     def _release(self, session: Session, number: int) -> None:
         held = session.leases.get(number & L.TICKET_INDEX_MASK)
@@ -92,6 +138,8 @@ class Dispatcher:
         held = session.leases.pop(index, None)
         if held is not None:
             self._directory.release(held[1])
+            if self._peers is not None:
+                self._peers.leases.release(session.id, held[0])
 
     # --- transfers --------------------------------------------------------------------------------------------------------
     def _transfer(self, session: Session, port: WorkerPort, ticket: Ticket) -> None:

@@ -28,11 +28,11 @@ def run(config: Config) -> int:
     sys.setswitchinterval(config.daemon.switch_interval_s)
     _raise_descriptor_limit()
     manager = ServiceManager.from_environment()
-    pool_fd = stored_pool(manager, config.pool)
+    pool_fd = stored_pool(manager, config.pool) if not config.pool.shared else None
     sidecar = Sidecar(config, manager.take_fd(CONTROL_FD), pool_fd)
     for name in manager.close_unused():
         log.warning("descriptor %r from the service manager is not used", name)
-    if pool_fd is None:
+    if pool_fd is None and not config.pool.shared:  # a shared pool is not this service's alone to keep
         sidecar.on_ready.append(lambda: _store_pool(manager, sidecar))
     sidecar.on_progress.append(StartReport(sidecar, manager.status, sys.stderr if sys.stderr.isatty() else None))
     sidecar.on_stopping.append(lambda: _stopping(manager))

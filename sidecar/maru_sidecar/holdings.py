@@ -11,13 +11,20 @@ from collections.abc import Callable
 from maru_shm.errors import PoolError
 from maru_sidecar.chunk_index import Chunk, Namespace
 from maru_sidecar.eviction import EvictionPolicy
-from maru_sidecar.regions import RegionTable, SlabHeader
+from maru_sidecar.regions import RegionTable
+from maru_sidecar.slab_header import SlabHeader
 
 
 class Holdings:
     """Chunks and slabs of one pool."""
 
-    def __init__(self, regions: RegionTable, policy: Callable[[], EvictionPolicy]) -> None:
+    def __init__(
+        self,
+        regions: RegionTable,
+        policy: Callable[[], EvictionPolicy],
+        removed: Callable[[bytes, bytes, list[int]], None] | None = None,
+    ) -> None:
+        """``removed``: called with namespace, key and ranks before a chunk's slabs are reused."""
         self.regions = regions
         self.namespaces: dict[bytes, Namespace] = {}
         self.admin_pins = 0  #: references
@@ -26,6 +33,7 @@ class Holdings:
         self.evicting = 0  #: slabs of dropped chunks that still have a pin
         self.evicted = 0  #: chunks, since the start
         self._policy = policy
+        self._removed = removed
 
     # --- namespaces and chunks --------------------------------------------------------------------------------------
     def namespace(self, name: bytes, world: int) -> Namespace:
@@ -74,6 +82,8 @@ class Holdings:
     def remove(self, chunk: Chunk) -> None:
         """Out of the index, EVICTING on the mapping; the slabs are free once no pin is left."""
         ns = chunk.namespace
+        if self._removed is not None:
+            self._removed(ns.id, chunk.key, [rank for rank, slab in enumerate(chunk.slabs) if slab])
         for slab in filter(None, chunk.slabs):
             self.regions.begin_evict(slab)
             self.evicting += 1

@@ -17,6 +17,7 @@ from maru_sidecar.config import Transfer
 from maru_sidecar.directory import Directory
 from maru_sidecar.loader import Loader
 from maru_sidecar.pool import PoolFile
+from maru_sidecar.sharing.slabs import SharedSlabs
 from maru_sidecar.store_queue import PendingChunks, Writer
 from maru_sidecar.transfer.base import KvTarget, Peer, TransferEngine
 from maru_sidecar.transfer.cpu import CpuTransfer
@@ -39,8 +40,9 @@ class Lane:
 class Lanes:
     """All lanes. :meth:`attach` is called from several threads."""
 
-    def __init__(self, pool: PoolFile, directory: Directory, config: Transfer) -> None:
+    def __init__(self, pool: PoolFile, directory: Directory, config: Transfer, shared: SharedSlabs | None = None) -> None:
         self._pool = pool
+        self._shared = shared
         self._directory = directory
         self._config = config
         self._lock = threading.Lock()
@@ -92,6 +94,7 @@ class Lanes:
         loader = Loader(
             f"maru-loader-{device}", self._directory, checker,
             slice_bytes=c.slice_bytes, bytes_in_flight=c.bytes_in_flight, fence_timeout_s=c.fence_timeout_s,
+            shared=self._shared,
         )  # fmt: skip
         writer = Writer(
             f"maru-writer-{device}", self._directory, self.pending, checker, loader.quiet,

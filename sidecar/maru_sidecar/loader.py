@@ -7,6 +7,9 @@ passed only by those that are shorter by more than it could have copied, at 8 Gi
 
 *Fence.* A load whose fence has not been reached is passed over, so it blocks no other; after ``fence_timeout_s`` it fails.
 
+*Shared pools.* Slabs of other nodes cannot be pinned here: each is checked against its key before the copy and looked at again
+after it (``sharing/slabs.py``); one that vanished ends the load there, as a miss.
+
 *Checksums.* Where a slab has one and the engine is on the CPU, the bytes are hashed before they are copied (xxh3-64, 30 GB/s
 without the GIL). A mismatch drops the slab from the pool and fails the load there: a wrong byte is never served.
 """
@@ -22,10 +25,11 @@ import numpy.typing as npt
 
 from maru_shm import failpoints
 from maru_shm import layout as L
+from maru_shm.geometry import Direction
 from maru_sidecar.checksum import SlabChecker
 from maru_sidecar.copy_thread import CopyThread, Flight, Job
 from maru_sidecar.directory import Acquired, Directory
-from maru_sidecar.transfer.base import Direction
+from maru_sidecar.sharing.slabs import MixedSlabs, SharedSlabs
 
 AGEING = 8 << 30  #: bytes per second of waiting
 
@@ -36,7 +40,7 @@ class LoadJob(Job):
 
     next: int = 0
     found: int = 0
-    acquired: Acquired | None = None
+    acquired: Acquired | MixedSlabs | None = None
     offsets: npt.NDArray[np.uint64] | None = None
 
     @property
@@ -70,9 +74,11 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
         slice_bytes: int,
         bytes_in_flight: int,
         fence_timeout_s: float,
+        shared: SharedSlabs | None = None,
     ) -> None:
         super().__init__(name, slice_bytes, bytes_in_flight, fence_timeout_s)
         self._directory = directory
+        self._shared = shared
         self._checker = checker
         self.quiet = threading.Event()
         self.quiet.set()
@@ -115,18 +121,22 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
         """Submit one slice of ``job``."""
         request, port = job.ticket.request, job.port
         if job.acquired is None:
-            job.acquired = self._directory.acquire(port.namespace, request.keys, rank=port.rank)
+            job.acquired = self._acquire(job)
             job.found = min(job.acquired.n_found, job.n_chunks)
             job.offsets = np.array([ref.offset for ref in job.acquired.refs[: job.found]], np.uint64)
             if job.found < job.n_chunks and not job.found:
                 job.error = L.Code.NOT_FOUND
         start = job.next
         stop = min(job.found, start + max(1, self._slice(job) // port.slab_bytes))
-        if self._checker is not None and job.acquired is not None:
+        if self._shared is not None:
+            sound = self._shared.leading_sound(job.acquired.refs[start:stop], start, port, request)
+            if start + sound < stop:
+                job.error, stop = L.Code.NOT_FOUND, start + sound
+        if self._checker is not None:
             good = self._checker.leading_good(job.acquired.refs[start:stop], port.slab_bytes)
             if start + good < stop:
-                self._directory.drop(port.namespace, request.key(start + good), port.rank)
-                job.error, stop = L.Code.CHECKSUM, start + good
+                dropped = self._directory.drop(port.namespace, request.key(start + good), port.rank)
+                job.error, stop = L.Code.CHECKSUM if dropped else L.Code.NOT_FOUND, start + good
         if stop <= start or job.offsets is None:
             self._settle_if_over(job)
             return
@@ -145,12 +155,26 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
         self.quiet.clear()
         self._fly(LoadFlight(job, copy, start, stop))
 
+    def _acquire(self, job: LoadJob) -> Acquired | MixedSlabs:
+        if self._shared is not None:
+            return self._shared.acquire(job.port, job.ticket.request)
+        return self._directory.acquire(job.port.namespace, job.ticket.request.keys, rank=job.port.rank)
+
     def _landed(self, flight: LoadFlight, error: BaseException | None) -> None:
         job = flight.job
         if error is None and flight.start == job.done:
-            job.done = flight.stop  # leading: nothing before it is missing
+            job.done = self._intact_until(flight)  # leading: nothing before it is missing
+            if job.done < flight.stop:
+                job.error = job.error or L.Code.NOT_FOUND
         failpoints.hit("load.after_copy")
         self._settle_if_over(job)
+
+    def _intact_until(self, flight: LoadFlight) -> int:
+        """The first chunk of a landed slice that was reused during the copy; its end if there is none."""
+        if self._shared is None or flight.job.acquired is None:
+            return flight.stop
+        refs = flight.job.acquired.refs[flight.start : flight.stop]
+        return flight.start + self._shared.leading_intact(refs, flight.job.port.slab_bytes, self._checker)
 
     def _answer(self, job: LoadJob) -> None:
         if job.acquired is not None:

@@ -10,6 +10,8 @@ Rules that come from failures:
   descriptor store are other descriptions of the same file; a lock they shared would outlive this process and keep
   its successor out.
 - A pool is removed by unlinking, never by truncating: an engine that still maps it must not fault.
+- A shared pool (``PoolSpec.shared``) was initialised as such by an operator (``pool_admin.py``). Its sidecars hold the lock
+  shared, write no header and never create one: a header written over somebody's device cannot be taken back.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import fcntl
 import mmap
 import os
 import stat
+import struct
 import time
 import uuid
 from collections.abc import Callable
@@ -30,10 +33,9 @@ from typing import Literal
 import msgspec
 
 from maru_shm import poolformat as F
-from maru_shm.errors import PoolBusy, PoolCorrupt, PoolError, PoolTooLarge
+from maru_shm.errors import PlatformUnsupported, PoolBusy, PoolCorrupt, PoolError, PoolTooLarge
 from maru_sidecar import hostmemory
 from maru_sidecar.pool_header import (
-    FLAG_CREATING,
     GiB,
     PoolHeader,
     boot_id,
@@ -46,6 +48,7 @@ from maru_sidecar.pool_header import (
 from maru_sidecar.transfer.base import PoolMapping
 
 SHM_DIR = "/dev/shm"
+_FLOCK = struct.Struct("@hhqqi4x")  #: C's struct flock: type, whence, start, length, pid
 _SLICE = GiB  #: fallocate step, so that progress can be told: about 0.5 s with 4 KiB pages
 
 #: Called as ``progress(done_bytes, total_bytes)`` while the file is being sized; may raise to give up.
@@ -67,6 +70,10 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     numa_node: int | None = None
     recreate: bool = False  #: remove an existing *pool* first, whatever its size or format
     mode: int = 0o600
+    #: several sidecars use it (same file or device, each under its own path), each writing what a metadata server granted it;
+    #: it must have been initialised by `maru-sidecar pool init`, and its size is the header's, not ``size``
+    shared: bool = False
+    coherence: Literal["hardware", "flush"] = "hardware"  #: of a shared pool between hosts
 
     @property
     def file_path(self) -> str:
@@ -89,7 +96,6 @@ class PoolFile:
         self.uuid = header.uuid
         self.region_bytes = header.region_bytes
         self.n_regions = header.n_regions
-        self.epoch = header.epoch
         self.suspect = suspect
         self.filesystem = hostmemory.filesystem_of(lock_fd)
         self._header = header
@@ -108,6 +114,11 @@ class PoolFile:
         """Bytes, whole regions."""
         return self._header.pool_bytes
 
+    @property
+    def epoch(self) -> int:
+        """Rises with every use of the pool by another process. A shared pool has no common one: seconds since 1970 serve."""
+        return int(time.time()) if self.spec.shared else self._header.epoch
+
     @classmethod
     def open(cls, spec: PoolSpec, progress: Progress | None = None) -> PoolFile:
         """Open ``spec``'s pool, creating it if absent; may take 0.5 s per GiB (sizing), without the GIL.
@@ -116,11 +127,13 @@ class PoolFile:
         :class:`PoolTooLarge`, :class:`PoolVersionMismatch`, :class:`PoolCorrupt`, or :class:`PoolError` for anything else.
         """
         path = spec.file_path
+        if spec.shared:
+            return cls._open_shared(spec, path)
         recreate = spec.recreate
         for _ in range(16):  # each turn lost a race against a process that removed or created the file
             fd, created = _open_or_create(path, spec)
             try:
-                _lock(fd, path)
+                lock(fd, path)
                 if not _is_at(fd, path):
                     os.close(fd)
                     continue
@@ -138,6 +151,34 @@ class PoolFile:
         raise PoolBusy(f"pool {path} keeps being replaced", "stop the other process that creates it")
 
     @classmethod
+    def _open_shared(cls, spec: PoolSpec, path: str) -> PoolFile:
+        """Open an initialised shared pool; nothing is written."""
+        fd = open_existing(path)
+        try:
+            if spec.coherence == "flush":
+                raise PlatformUnsupported(
+                    "pool.coherence is 'flush': writing caches back needs a native helper that this release does not have",
+                    "use memory that the hardware keeps coherent between hosts, or one host, with 'hardware'",
+                )
+            lock(fd, path, fcntl.LOCK_SH)
+            if os.fstat(fd).st_uid not in (os.geteuid(), 0):
+                raise PoolError(
+                    f"shared pool {path} belongs to uid {os.fstat(fd).st_uid}, neither to {os.geteuid()} nor to root",
+                    "a stranger's pool is not trusted: run all its sidecars as one user",
+                )
+            header = read_header(fd, path)
+            if not header.flags & F.FLAG_SHARED or header.flags & F.FLAG_CREATING:
+                raise PoolError(
+                    f"pool {path} was not initialised for sharing", "maru-sidecar pool init, or pool.shared = false"
+                )
+            if os.fstat(fd).st_size < header.pool_bytes:
+                raise PoolCorrupt(f"pool {path} was truncated below its {header.pool_bytes} bytes", "initialise it anew")
+            return cls(fd, header, spec, suspect=False, warnings=[])
+        except BaseException:
+            _close_quietly(fd)
+            raise
+
+    @classmethod
     def from_fd(cls, fd: int, spec: PoolSpec, progress: Progress | None = None) -> PoolFile:
         """Open the pool behind a descriptor (a memfd, or one kept in a descriptor store); ``fd`` itself is not consumed.
 
@@ -146,7 +187,7 @@ class PoolFile:
         name = f"fd {fd} ({_target(fd)})"
         own = _reopen(fd, os.O_RDWR)
         try:
-            _lock(own, name)
+            lock(own, name)
         except BaseException:
             os.close(own)
             raise
@@ -158,10 +199,12 @@ class PoolFile:
             fs = hostmemory.filesystem_of(fd)
             warnings: list[str] = []
             if is_blank(fd, fs):
-                header, warnings = _create(fd, fs, spec, name, progress, created=created)
+                header, warnings = create(fd, fs, spec, name, progress, created=created)
             else:
                 header = read_header(fd, name)
-                if header.flags & FLAG_CREATING:
+                if header.flags & F.FLAG_SHARED:
+                    raise PoolError(f"pool {name} is shared", "set pool.shared = true, or name another path")
+                if header.flags & F.FLAG_CREATING:
                     _check_space(fd, fs, header.pool_bytes - os.fstat(fd).st_blocks * 512, name)
                     header, warnings = _size(fd, header, spec, name, progress)
             _check_matches(fd, header, spec, name)
@@ -179,10 +222,10 @@ class PoolFile:
 
     def contents_checked(self) -> None:
         """What survived the last boot has been checked or dropped: the pool belongs to this boot from now on."""
-        if self.suspect:
+        if self.suspect and not self.spec.shared:
             os.fsync(self._lock_fd)
             self._store(replace(self._header, boot_id=boot_id()))
-            self.suspect = False
+        self.suspect = False
 
     def close(self, *, clean: bool) -> None:
         """Unmap and unlock (idempotent). ``clean`` promises that no copy is in flight: the data is flushed, then marked clean,
@@ -190,7 +233,7 @@ class PoolFile:
         if self._closed:
             return
         self._closed = True
-        if clean and not self.suspect:
+        if clean and not self.suspect and not self.spec.shared:
             os.fsync(self._lock_fd)  # data first: a clean mark must never reach the medium before what it vouches for
             self._store(replace(self._header, clean=1))
         self.words.release()
@@ -200,6 +243,21 @@ class PoolFile:
             self._mmap.close()
         os.close(self.mapping.fd)
         os.close(self._lock_fd)
+
+    def lock_node(self, name: str) -> None:
+        """Take ``name`` on this machine for as long as the pool is open, by a lock on a byte far behind the pool's end.
+
+        It proves that an earlier process of this name, here, is dead. Raises :class:`PoolBusy`.
+        """
+        at = (1 << 62) + int.from_bytes(F.node_id(name)[:7], "little")
+        try:
+            fcntl.fcntl(self._lock_fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0))
+        except OSError as e:
+            if e.errno not in (errno.EAGAIN, errno.EACCES):
+                raise PoolError(f"pool {self.spec.file_path}: {e.strerror}", "the filesystem must support file locks") from e
+            raise PoolBusy(
+                f"another sidecar uses pool {self.spec.file_path} as node {name!r}", "give each sidecar its own server.node"
+            ) from None
 
     def _store(self, header: PoolHeader) -> None:
         write_header(self._lock_fd, header)
@@ -274,9 +332,22 @@ def _open_or_create(path: str, spec: PoolSpec) -> tuple[int, bool]:
     return fd, created
 
 
-def _lock(fd: int, name: str) -> None:
+def open_existing(path: str, access: int = os.O_RDWR) -> int:
+    """A descriptor of a regular file that is there. Raises :class:`PoolError`."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fd = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as e:
+        raise PoolError(f"shared pool {path}: {e.strerror}", "initialise it first: maru-sidecar pool init") from e
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise PoolError(f"shared pool {path} is not a regular file", "name a file on tmpfs, fsdax or a filesystem")
+    return fd
+
+
+def lock(fd: int, name: str, kind: int = fcntl.LOCK_EX) -> None:
+    """Take the pool's lock, ``kind`` LOCK_EX or LOCK_SH. Raises :class:`PoolBusy`."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise PoolBusy(f"pool {name} is held by {_lock_holder(fd)}", "stop it, or give this sidecar another pool") from None
 
@@ -313,13 +384,14 @@ def _no_room(name: str, wanted: int, free: int) -> str:
     return f"pool {name} wants {wanted} bytes ({wanted / GiB:.1f} GiB), {free} bytes ({free / GiB:.1f} GiB) are free"
 
 
-def _create(
+def create(
     fd: int, fs: hostmemory.Filesystem, spec: PoolSpec, name: str, progress: Progress | None, *, created: bool
 ) -> tuple[PoolHeader, list[str]]:
     """Make a pool of an empty file; on failure the file is gone again (or empty, if it was there before)."""
     try:
         region, n = _plan(fs, spec)
-        header = PoolHeader(FLAG_CREATING, uuid.uuid4().bytes, n * region, region, n, time.time_ns(), boot_id(), 0, 0)
+        flags = F.FLAG_CREATING | (F.FLAG_SHARED if spec.shared else 0)
+        header = PoolHeader(flags, uuid.uuid4().bytes, n * region, region, n, time.time_ns(), boot_id(), 0, 0)
         _check_space(fd, fs, header.pool_bytes, name)
         write_header(fd, header)
         return _size(fd, header, spec, name, progress)
@@ -355,7 +427,7 @@ def _size(fd: int, header: PoolHeader, spec: PoolSpec, name: str, progress: Prog
         raise PoolTooLarge(_no_room(name, total, free), "lower pool.size or enlarge the filesystem") from e
     if progress is not None:
         progress(total, total)
-    header = replace(header, flags=header.flags & ~FLAG_CREATING)
+    header = replace(header, flags=header.flags & ~F.FLAG_CREATING)
     write_header(fd, header)
     return header, warnings
 

@@ -18,7 +18,6 @@ from maru_shm.errors import PoolCorrupt, PoolError, PoolVersionMismatch
 from maru_sidecar.hostmemory import Filesystem
 
 GiB = 1 << 30
-FLAG_CREATING = 1  #: not yet sized
 _MIN_REGION = 1 << 20
 
 

@@ -15,7 +15,8 @@ import xxhash
 
 from maru_shm.errors import PoolCorrupt
 from maru_sidecar.pool import PoolFile
-from maru_sidecar.regions import RegionTable, SlabHeader
+from maru_sidecar.regions import RegionTable
+from maru_sidecar.slab_header import SlabHeader
 
 
 @dataclass(frozen=True, slots=True)

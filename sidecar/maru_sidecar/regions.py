@@ -14,10 +14,9 @@ may copy by bytes and tear. Everything else in a header is written while the sta
 from __future__ import annotations
 
 import bisect
-import struct
-import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,27 +26,14 @@ from maru_shm import poolformat as F
 from maru_shm.atomics import order_fence
 from maru_shm.errors import PoolCorrupt, PoolError
 from maru_sidecar.pool import PoolFile
+from maru_sidecar.sharing.rights import WholePool, WriteRights
+from maru_sidecar.slab_header import SlabHeader, crc_good, decode, encode, region_layout, slab_offset
 
 _STATE_BITS = 8
 _GENERATION_MASK = (1 << 56) - 1
 #: Generations of a newly formatted region start at epoch << 24: above anything an earlier sidecar reached in under 16 million
 #: reuses of one slab, even where a damaged header hides what it had reached.
 _EPOCH_SHIFT = 24
-
-
-class SlabHeader(NamedTuple):
-    """What a slab says of itself, apart from its state. Keys are 16 bytes; ``created_ns`` is ns since the epoch."""
-
-    namespace: bytes
-    key: bytes
-    parent: bytes
-    rank: int
-    world: int
-    data_bytes: int
-    checksum: int | None  #: xxh3-64 of the data, None if not taken
-    tokens: int
-    created_ns: int
-    depth: int
 
 
 @dataclass(slots=True)
@@ -94,15 +80,22 @@ class ScannedRegion:
 
 
 class RegionTable:
-    """Every region of one pool, and who may take which slab."""
+    """The regions of one pool that this sidecar may use, and who may take which slab.
 
-    def __init__(self, pool: PoolFile) -> None:
+    In a pool of its own these are all; in a shared pool those named by ``mine`` and added later (:meth:`add`). ``rights`` says
+    which of them may be written now; while one may not, nothing of it changes on the mapping, and what the index says
+    differently is made good when its slabs are written again.
+    """
+
+    def __init__(self, pool: PoolFile, rights: WriteRights | None = None, mine: Iterable[int] | None = None) -> None:
         self._pool = pool
+        self._rights: WriteRights = WholePool() if rights is None else rights
         self._bytes = pool.bytes
         self._words = pool.words
         self.region_bytes = pool.region_bytes
         self._regions = [Region(i, i * pool.region_bytes) for i in range(pool.n_regions)]
-        self._free = list(range(1, pool.n_regions))  #: sorted indices of empty regions
+        self._mine = set(range(1, pool.n_regions) if mine is None else mine)
+        self._free = sorted(self._mine)  #: indices of empty regions
         self._classes: dict[int, SizeClass] = {}
 
     # --- looking -----------------------------------------------------------------------------------------------------
@@ -112,8 +105,8 @@ class RegionTable:
 
     @property
     def n_regions(self) -> int:
-        """Regions that can hold slabs."""
-        return len(self._regions) - 1
+        """Regions of ours that can hold slabs."""
+        return len(self._mine)
 
     def largest_free_run(self) -> int:
         """Most neighbouring empty regions."""
@@ -165,7 +158,11 @@ class RegionTable:
         region.owners[_number(region, slab)] = owner
 
     def read_header(self, slab: int) -> SlabHeader:
-        return _decode(bytes(self._bytes[slab : slab + F.SLAB_HEADER_BYTES]))
+        return decode(bytes(self._bytes[slab : slab + F.SLAB_HEADER_BYTES]))
+
+    def number(self, slab: int) -> int:
+        """Index of the slab in its region."""
+        return _number(self.region_of(slab), slab)
 
     # --- allocation ---------------------------------------------------------------------------------------------------
     def allocate(self, stride: int, owner: object) -> int | None:
@@ -174,9 +171,10 @@ class RegionTable:
         Only this process knows it is taken until :meth:`begin_write`.
         """
         size_class = self.size_class(stride)
-        if not size_class.open and not self._adopt_region(size_class):
+        index = next((i for i in size_class.open if self._rights.may_start(i)), None)
+        if index is None and (index := self._adopt_region(size_class)) is None:
             return None
-        region = self._regions[size_class.open[0]]
+        region = self._regions[index]
         if region.freed:
             number = region.freed.pop()
         else:
@@ -186,22 +184,23 @@ class RegionTable:
         size_class.used += 1
         region.owners[number] = owner
         if region.room == 0:
-            del size_class.open[0]
+            size_class.open.remove(index)
         return _slab(region, number)
 
-    def _adopt_region(self, size_class: SizeClass) -> bool:
-        if not self._free:
-            return False
-        at = next((i for i, r in enumerate(self._free) if self._regions[r].stride == size_class.stride), 0)
-        region = self._regions[self._free[at]]
+    def _adopt_region(self, size_class: SizeClass) -> int | None:
+        usable = [i for i in self._free if self._rights.may_start(i)]
+        if not usable:
+            return None
+        index = next((i for i in usable if self._regions[i].stride == size_class.stride), usable[0])
+        region = self._regions[index]
         if region.stride != size_class.stride:
             self._format(region, size_class.stride)
-        del self._free[at]
+        self._free.remove(index)
         region.fresh = region.used = 0
         region.freed = []
         region.owners = [None] * region.n_slabs
         self._join(size_class, region)
-        return True
+        return index
 
     def _join(self, size_class: SizeClass, region: Region) -> None:
         size_class.regions.add(region.index)
@@ -212,22 +211,68 @@ class RegionTable:
 
     def free(self, slab: int) -> None:
         """FREE in memory and here. The generation stays; it rises when the slab is taken again."""
-        self._words[slab >> 3] = self._words[slab >> 3] & ~0xFF | F.SlabState.FREE
+        self._mark(slab, F.SlabState.FREE)
         region = self.region_of(slab)
+        mine = region.index in self._mine
         size_class = self._classes[region.stride]
         number = _number(region, slab)
         region.owners[number] = None
         region.freed.append(number)
         region.used -= 1
         size_class.used -= 1
-        if region.room == 1:
+        if mine and region.room == 1:
             bisect.insort(size_class.open, region.index)
         if region.used == 0:
-            size_class.open.remove(region.index)
             size_class.regions.remove(region.index)
             size_class.slabs -= region.n_slabs
             region.owners = []
-            bisect.insort(self._free, region.index)
+            if mine:
+                size_class.open.remove(region.index)
+                bisect.insort(self._free, region.index)
+
+    def _mark(self, slab: int, state: F.SlabState) -> None:
+        """Store a state under the slab's generation, if its region may be written."""
+        if self._rights.may_write(slab // self.region_bytes):
+            self._words[slab >> 3] = self._words[slab >> 3] & ~0xFF | state
+
+    # --- regions of a shared pool come and go -------------------------------------------------------------------------------
+    def add(self, index: int) -> bool:
+        """Take over a region just granted; what lies in it is forgotten. False if slabs of an earlier grant are in use."""
+        region = self._regions[index]
+        if region.used or index in self._mine:
+            return False
+        raw = bytes(self._bytes[region.base : region.base + F.REGION_HEADER.size + F.CRC.size])
+        _, region.n_slabs, region.data_offset = region_layout(raw, self.region_bytes) or (0, 0, 0)
+        region.stride = 0  # formatted before its first slab; n_slabs says which generations are there to be exceeded
+        self._rights.check(index)
+        self._bytes[region.base : region.base + len(raw)] = bytes(len(raw))
+        self._mine.add(index)
+        bisect.insort(self._free, index)
+        return True
+
+    def lose(self, index: int) -> None:
+        """The region is another's now. Its slabs in use stay accounted until the last is freed; nothing is written."""
+        self._mine.discard(index)
+        if index in self._free:
+            self._free.remove(index)
+        elif (size_class := self._classes.get(self._regions[index].stride)) is not None and index in size_class.open:
+            size_class.open.remove(index)
+
+    def give_back(self) -> int | None:
+        """Part with the last empty region; None if there is none."""
+        if not self._free:
+            return None
+        index = self._free.pop()
+        self._mine.discard(index)
+        return index
+
+    def has(self, index: int) -> bool:
+        return index in self._mine
+
+    def owners(self, index: int) -> list[tuple[int, object]]:
+        """(slab, owner) of a region's slabs in use."""
+        region = self._regions[index]
+        return [(_slab(region, i), owner) for i, owner in enumerate(region.owners) if owner is not None]
 
     def _format(self, region: Region, stride: int) -> None:
         """Lay an empty region out for another stride.
@@ -235,6 +280,7 @@ class RegionTable:
         Slab headers first, region header last. Killed in between, the old header still stands over slabs that are all
         FREE: headers lie at the same places in every format, and an empty region has no other contents.
         """
+        self._rights.check(region.index)
         failpoints.hit("region.before_format")
         n, data_offset = F.region_plan(self.region_bytes, stride)
         generation = self._pool.epoch << _EPOCH_SHIFT
@@ -262,21 +308,27 @@ class RegionTable:
         order_fence()  # SYNC POINT: a reader that sees new data also sees that the slab changed
         failpoints.hit("commit.after_writing")
 
+    def check_right(self, slab: int) -> None:
+        """Raise :class:`~maru_shm.errors.RegionNotHeld` unless the slab's region may be written now."""
+        self._rights.check(slab // self.region_bytes)
+
     def write_header(self, slab: int, header: SlabHeader) -> None:
-        """Everything but the state word; the slab stays WRITING."""
+        """Everything but the state word; the slab stays WRITING. Raises :class:`~maru_shm.errors.RegionNotHeld`."""
+        self.check_right(slab)
         failpoints.hit("commit.after_data")
-        self._bytes[slab + 8 : slab + F.SLAB_HEADER_BYTES] = _encode(header)[8:]
+        self._bytes[slab + 8 : slab + F.SLAB_HEADER_BYTES] = encode(header)[8:]
         failpoints.hit("commit.before_state")
 
     def publish(self, slab: int) -> None:
-        """COMMITTED, stored last."""
+        """COMMITTED, stored last. Raises :class:`~maru_shm.errors.RegionNotHeld`, and stores nothing, without the right to."""
+        self.check_right(slab)
         order_fence()  # SYNC POINT: release
         self._words[slab >> 3] = self._words[slab >> 3] & ~0xFF | F.SlabState.COMMITTED
         failpoints.hit("commit.after_state")
 
     def begin_evict(self, slab: int) -> None:
         """EVICTING: no reader may start on it, and a restart frees it."""
-        self._words[slab >> 3] = self._words[slab >> 3] & ~0xFF | F.SlabState.EVICTING
+        self._mark(slab, F.SlabState.EVICTING)
         failpoints.hit("evict.after_state")
 
     # --- after a restart ----------------------------------------------------------------------------------------------
@@ -308,31 +360,20 @@ class RegionTable:
         for number in np.flatnonzero(sound).tolist():
             slab = _slab(region, number)
             packed = bytes(self._bytes[slab : slab + F.SLAB_HEADER_BYTES])
-            if int.from_bytes(packed[20:24], "little") == zlib.crc32(packed[F.SLAB_CRC_FROM : F.SLAB_CRC_TO]):
-                committed.append((slab, _decode(packed)))
+            if crc_good(packed):
+                committed.append((slab, decode(packed)))
             else:
                 sound[number] = False
         corrupt = ~sound & (candidates | (states > F.SlabState.EVICTING))
         for number in np.flatnonzero(writing | evicting | corrupt).tolist():
-            slab = _slab(region, number)
-            self._words[slab >> 3] = self._words[slab >> 3] & ~0xFF | F.SlabState.FREE
+            self._mark(_slab(region, number), F.SlabState.FREE)
         return ScannedRegion(region, committed, int(writing.sum()), int(evicting.sum()), int(corrupt.sum()))
 
     def _read_region_header(self, region: Region, raw: bytes) -> None:
-        magic, version, _, slab_bytes, stride, n, data_offset = F.REGION_HEADER.unpack_from(raw)
-        good = (
-            magic == F.REGION_MAGIC
-            and version == F.FORMAT
-            and F.crc_matches(raw, F.REGION_HEADER.size)
-            and 0 < slab_bytes <= self.region_bytes
-            and stride == F.slab_stride(slab_bytes)
-            and n > 0
-            and (n, data_offset) == F.region_plan(self.region_bytes, slab_bytes)
-        )
-        if not good:
-            region.stride = region.n_slabs = region.data_offset = 0
+        found = region_layout(raw, self.region_bytes)
+        region.stride, region.n_slabs, region.data_offset = found or (0, 0, 0)
+        if found is None:
             raise PoolCorrupt(f"region {region.index} has a damaged header", "its slabs are dropped; nothing to do")
-        region.stride, region.n_slabs, region.data_offset = stride, n, data_offset
 
     def count_committed(self, region: Region) -> int:
         """How many slab headers of a region with a damaged header look COMMITTED: for the report only."""
@@ -355,44 +396,16 @@ class RegionTable:
 
     def drop_scanned(self, slab: int) -> None:
         """Free, in memory, a slab that :meth:`scan` returned and the caller does not keep."""
-        self._words[slab >> 3] = self._words[slab >> 3] & ~0xFF | F.SlabState.FREE
+        self._mark(slab, F.SlabState.FREE)
 
     def regions(self) -> list[Region]:
-        """The regions that can hold slabs, in order."""
-        return self._regions[1:]
+        """The regions of ours that can hold slabs, in order."""
+        return [self._regions[i] for i in sorted(self._mine)]
 
 
 def _slab(region: Region, number: int) -> int:
-    return region.base + F.HEADER_BYTES + number * F.SLAB_HEADER_BYTES
+    return slab_offset(region.base, number)
 
 
 def _number(region: Region, slab: int) -> int:
     return (slab - region.base - F.HEADER_BYTES) // F.SLAB_HEADER_BYTES
-
-
-def _encode(h: SlabHeader) -> bytes:
-    flags = 0 if h.checksum is None else F.FLAG_CHECKSUM
-    record = np.zeros(1, F.SLAB_HEADER)
-    record[0] = (
-        0, F.SLAB_MAGIC, F.FORMAT, 0, h.namespace, h.key, h.parent, h.rank, h.world, h.data_bytes, h.checksum or 0, flags,
-        h.tokens, h.created_ns, h.depth, b"", b"",
-    )  # fmt: skip
-    raw = bytearray(record.tobytes())
-    struct.pack_into("<I", raw, 20, zlib.crc32(raw[F.SLAB_CRC_FROM : F.SLAB_CRC_TO]))
-    return bytes(raw)
-
-
-def _decode(packed: bytes) -> SlabHeader:
-    r = np.frombuffer(packed, F.SLAB_HEADER, 1)[0]
-    return SlabHeader(
-        namespace=r["namespace"].tobytes(),
-        key=r["key"].tobytes(),
-        parent=r["parent"].tobytes(),
-        rank=int(r["rank"]),
-        world=int(r["world"]),
-        data_bytes=int(r["data_bytes"]),
-        checksum=int(r["checksum"]) if int(r["flags"]) & F.FLAG_CHECKSUM else None,
-        tokens=int(r["tokens"]),
-        created_ns=int(r["created_ns"]),
-        depth=int(r["depth"]),
-    )

@@ -61,6 +61,23 @@ _TRANSFERS = (L.Op.LOAD, L.Op.STORE)
 NAMESPACES_SHOWN = 200
 
 
+#: key of sharing.node.Node.status() → metric, help; all 0 where the pool is not shared
+_SHARING = {
+    "can_store": ("maru_sharing_can_store", "1 while a region may be written"),
+    "regions": ("maru_sharing_regions", "Regions granted to this node"),
+    "regions_lost": ("maru_sharing_regions_lost_total", "Regions that went to another node"),
+    "slabs_published": ("maru_sharing_published_slabs_total", "Slabs announced to the server"),
+    "slabs_withdrawn": ("maru_sharing_withdrawn_slabs_total", "Slabs withdrawn before their reuse"),
+    "lookups_asked": ("maru_sharing_lookups_total", "Lookups that went on at the server"),
+    "lookups_unanswered": ("maru_sharing_lookups_unanswered_total", "Lookups answered without the server, which was too slow"),
+    "chunks_found": ("maru_sharing_found_chunks_total", "Chunks found in regions of other nodes"),
+    "chunks_stale": ("maru_sharing_stale_chunks_total", "Chunks the server knew and whose slabs were reused"),
+    "slabs_vanished": ("maru_sharing_vanished_slabs_total", "Slabs that were reused before or during a load"),
+    "foreign_leases": ("maru_sharing_foreign_leases", "Live leases on chunks of other nodes"),
+    "reconnects": ("maru_sharing_reconnects_total", "Times the link to the server was made anew"),
+}
+
+
 # --- sections -----------------------------------------------------------------------------------------------------------------
 def sections(sidecar: Sidecar) -> dict[str, object]:
     """Name → plain values (dict, or list of dicts)."""
@@ -83,6 +100,7 @@ def sections(sidecar: Sidecar) -> dict[str, object]:
         "pool": _pool(sidecar, stats),
         "directory": stats,
         "cache": _cache(stats),
+        "sharing": _sharing(sidecar),
         "engines": _engines(sidecar),
         "sessions": _sessions(sidecar),
         "queues": [row for lane in _lanes(sidecar) for row in _queues(lane)],
@@ -101,6 +119,10 @@ def _stats(sidecar: Sidecar) -> dict[str, object]:
         largest = sorted(namespaces.items(), key=lambda item: -_number(item[1].get("bytes")))[:NAMESPACES_SHOWN]
         stats = {**stats, "namespaces": dict(largest), "namespaces_held": len(namespaces)}
     return stats
+
+
+def _sharing(sidecar: Sidecar) -> dict[str, object]:
+    return sidecar.node.status() if sidecar.node is not None and sidecar.pool is not None else {}
 
 
 def _lanes(sidecar: Sidecar) -> list[Lane]:
@@ -191,7 +213,8 @@ def _number(value: object) -> float:
 # --- metrics ------------------------------------------------------------------------------------------------------------------
 def metrics(sidecar: Sidecar) -> list[Metric]:
     """A flat snapshot of counters and gauges."""
-    return [*_daemon_metrics(sidecar), *_cache_metrics(sidecar), *_request_metrics(sidecar), *_queue_metrics(sidecar)]
+    sources = (_daemon_metrics, _cache_metrics, _request_metrics, _queue_metrics, _sharing_metrics)
+    return [metric for source in sources for metric in source(sidecar)]
 
 
 def _daemon_metrics(sidecar: Sidecar) -> Iterator[Metric]:
@@ -255,3 +278,9 @@ def _queue_metrics(sidecar: Sidecar) -> Iterator[Metric]:
         yield Metric("maru_in_flight_bytes", "gauge", "Bytes being copied", labels, _number(row["bytes_in_flight"]))
     pending = len(sidecar.lanes.pending) if sidecar.lanes is not None else 0
     yield Metric("maru_pending_chunks", "gauge", "Chunks being written", {}, pending)
+
+
+def _sharing_metrics(sidecar: Sidecar) -> Iterator[Metric]:
+    values = _sharing(sidecar)
+    for key, (name, text) in _SHARING.items():
+        yield Metric(name, "counter" if name.endswith("_total") else "gauge", text, {}, _number(values.get(key)))

@@ -13,6 +13,7 @@ or an error aborts the reservations of the slice; what was committed before stay
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -22,11 +23,13 @@ import numpy as np
 
 from maru_shm import failpoints
 from maru_shm import layout as L
-from maru_shm.errors import PoolFull
+from maru_shm.errors import PoolFull, RegionNotHeld
+from maru_shm.geometry import Direction
 from maru_sidecar.checksum import SlabChecker
 from maru_sidecar.copy_thread import CopyThread, Flight, Job
 from maru_sidecar.directory import Directory, Presence, Reservation
-from maru_sidecar.transfer.base import Direction
+
+log = logging.getLogger(__name__)
 
 ChunkName = tuple[bytes, bytes, int]  #: namespace, key, rank
 
@@ -240,6 +243,9 @@ class Writer(CopyThread[StoreJob, StoreFlight]):
                 left.pop(0)
                 job.done += 1
                 self._pending.end(job.name(chunk))
+        except RegionNotHeld as e:
+            log.warning("%s: ticket %#x: %s", self.name, job.ticket.request.ticket, e)
+            job.error = job.error or L.Code.POOL_FULL
         finally:
             self._abort(job, left)
 

@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.engine import cases_failures, cases_hits, cases_pressure
+from tests.engine import cases_failures, cases_hits, cases_overlap, cases_pressure
 from tests.engine.scheduler_world import CASES, Case, World
 from tests.support import no_accelerator
 
-__all__ = ["CASES", "CASE_TIMEOUT_S", "SCHEDULERS", "cases_failures", "cases_hits", "cases_pressure"]
+__all__ = ["CASES", "CASE_TIMEOUT_S", "SCHEDULERS", "cases_failures", "cases_hits", "cases_overlap", "cases_pressure"]
 
 CASE_TIMEOUT_S = 90
 SCHEDULERS = ("plain", "async")

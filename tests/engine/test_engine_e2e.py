@@ -41,9 +41,10 @@ class Stage:
         self._directory = directory
         self._engines: list[EngineProcess] = []
 
-    def engine(self) -> EngineProcess:
+    def engine(self, *flags: str) -> EngineProcess:
         log = self._directory / f"engine-{len(self._engines)}.log"
-        engine = EngineProcess(MODEL, self.sidecar.socket, log, "--chunk-tokens", str(CHUNK), "--max-model-len", "1024")
+        flags = ("--chunk-tokens", str(CHUNK), "--max-model-len", "1024", *flags)
+        engine = EngineProcess(MODEL, self.sidecar.socket, log, *flags)
         self._engines.append(engine)
         engine.generate([1, 2, 3], max_tokens=1)  # lazy initialisation, and the scheduler's half attaches
         return engine

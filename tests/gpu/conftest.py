@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from maru_shm.cuda.driver import CudaDriver
 from maru_shm.errors import MaruError
 from maru_sidecar.transfer.cuda import CudaTransfer
-from maru_sidecar.transfer.cuda_driver import CudaDriver
 from tests.gpu.kv_process import KvProcess
 from tests.support.shm_pool import ShmPool
 

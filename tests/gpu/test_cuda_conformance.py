@@ -7,13 +7,12 @@ import os
 import numpy as np
 import pytest
 
+from maru_shm.cuda.driver import CudaDriver
 from maru_shm.errors import AttachRefused
-from maru_shm.geometry import KvLayout, KvPlane
+from maru_shm.geometry import Direction, KvLayout, KvPlane
 from maru_shm.layout import SKIP_BLOCK
 from maru_sidecar.transfer import cuda_pinning
-from maru_sidecar.transfer.base import Direction
 from maru_sidecar.transfer.cuda import CudaTarget, CudaTransfer
-from maru_sidecar.transfer.cuda_driver import CudaDriver
 from maru_sidecar.transfer.cuda_pinning import PinState
 from tests.gpu.conftest import REGION
 from tests.gpu.kv_process import KvProcess, random_bytes

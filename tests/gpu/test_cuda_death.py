@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from maru_shm.errors import EngineGone
-from maru_shm.geometry import KvLayout, KvPlane
-from maru_sidecar.transfer.base import Direction
+from maru_shm.geometry import Direction, KvLayout, KvPlane
 from maru_sidecar.transfer.cuda import CudaTransfer
 from tests.gpu.conftest import REGION
 from tests.gpu.kv_process import KvProcess

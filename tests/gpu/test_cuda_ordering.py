@@ -11,8 +11,8 @@ import pytest
 
 from maru_shm import layout as L
 from maru_shm import segment as segments
+from maru_shm.geometry import Direction
 from maru_shm.segment import Segment, SegmentInfo
-from maru_sidecar.transfer.base import Direction
 from maru_sidecar.transfer.cuda import CudaTarget, CudaTransfer
 from tests.gpu.conftest import REGION
 from tests.gpu.kv_process import KvProcess

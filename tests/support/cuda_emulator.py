@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from maru_sidecar.transfer import cuda_driver as D
-from maru_sidecar.transfer.copy_shapes import COPY, Copies
-from maru_sidecar.transfer.cuda_descriptors import BATCH_OP, MEMCPY3D
+from maru_shm.copy_shapes import COPY, Copies
+from maru_shm.cuda import driver as D
+from maru_shm.cuda.descriptors import BATCH_OP, MEMCPY3D
 
 GPU = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 MAX_PITCH = (1 << 31) - 1
@@ -76,7 +76,7 @@ class EmulatedDriver(D.CudaDriver):
         self.flat_batches: list[int] = []  #: rows of each flat one
         self.hold = threading.Event()  #: clear: queries say "not ready" and waits block
         self.hold.set()
-        self._run_lock = threading.Lock()
+        self._run_lock = threading.RLock()
         self._next = 0x1000
 
     def _call(self, name: str, *arguments: object) -> None:
@@ -147,6 +147,15 @@ class EmulatedDriver(D.CudaDriver):
         return 0
 
     def cuCtxSetCurrent(self, context: int) -> int:
+        return 0
+
+    def cuCtxGetCurrent(self, out: object) -> int:
+        return _put(out, 1)
+
+    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> int:
+        until = self.events[event]  # as recorded now
+        self.streams[stream].pending.append(lambda: self._run(*until) and None)
+        self.streams[stream].queued += 1
         return 0
 
     def cuCtxGetStreamPriorityRange(self, least: object, greatest: object) -> int:

@@ -47,8 +47,8 @@ def _cpu(pool: ShmPool) -> Iterator[Rig]:
 
 @contextlib.contextmanager
 def _cuda(pool: ShmPool) -> Iterator[Rig]:
+    from maru_shm.cuda.driver import CudaDriver
     from maru_sidecar.transfer.cuda import CudaTransfer
-    from maru_sidecar.transfer.cuda_driver import CudaDriver
 
     pytest.importorskip("torch", reason="the GPU's KV process needs torch")
     try:

@@ -11,9 +11,9 @@ from tests.support.kv_process import random_bytes
 from tests.transfer.conftest import REGION, Rig
 
 from maru_shm.errors import AttachRefused, EngineGone
-from maru_shm.geometry import KvLayout, KvPlane, KvRegion, RegionKind
+from maru_shm.geometry import Direction, KvLayout, KvPlane, KvRegion, RegionKind
 from maru_shm.layout import SKIP_BLOCK
-from maru_sidecar.transfer.base import Direction, Peer
+from maru_sidecar.transfer.base import Peer
 
 CHUNKS, PER_CHUNK = 6, 4
 USED = 9 * REGION

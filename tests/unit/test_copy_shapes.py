@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.support.cuda_emulator import MAX_PITCH, execute
 from tests.support.kv_cases import Bytes, KvCase, block_tables, cases
 
+from maru_shm.copy_shapes import CopyPlanner, PlacedPlane, place, progressions
 from maru_shm.geometry import KvPlane, KvRegion, RegionKind
 from maru_shm.layout import SKIP_BLOCK
-from maru_sidecar.transfer.copy_shapes import CopyPlanner, PlacedPlane, place, progressions
 
 ALL = cases()
 BY_NAME = {c.name: c for c in ALL}

@@ -17,7 +17,7 @@ from tests.support.waiting import until
 from maru_shm import layout as L
 from maru_shm import segment as segments
 from maru_shm.errors import TransferError
-from maru_shm.geometry import KvLayout, KvPlane
+from maru_shm.geometry import Direction, KvLayout, KvPlane
 from maru_shm.records import ClientRecords, SidecarRecords
 from maru_shm.ring import SubmissionProducer
 from maru_sidecar.copy_thread import WorkerPort
@@ -26,7 +26,7 @@ from maru_sidecar.loader import AGEING, Loader, LoadJob
 from maru_sidecar.pool import PoolFile, PoolSpec
 from maru_sidecar.store_queue import PendingChunks, StoreJob, Writer
 from maru_sidecar.tickets import Counters, TicketTable
-from maru_sidecar.transfer.base import Copy, Direction, KvTarget
+from maru_sidecar.transfer.base import Copy, KvTarget
 from maru_sidecar.transfer.cpu import CpuTransfer
 
 BLOCK, CHUNK_BLOCKS, BLOCKS = 4096, 4, 256

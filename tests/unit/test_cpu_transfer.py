@@ -11,9 +11,9 @@ from tests.support.kv_process import HostKvProcess, random_bytes
 from tests.support.shm_pool import ShmPool
 
 from maru_shm.errors import AttachRefused, EngineGone, TransferError
-from maru_shm.geometry import KvLayout, KvPlane, KvRegion, RegionKind
+from maru_shm.geometry import Direction, KvLayout, KvPlane, KvRegion, RegionKind
 from maru_sidecar.transfer import cpu
-from maru_sidecar.transfer.base import Direction, Peer
+from maru_sidecar.transfer.base import Peer
 from maru_sidecar.transfer.cpu import CALL_BYTES, IOV_MAX, CpuTransfer
 
 

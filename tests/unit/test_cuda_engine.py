@@ -13,12 +13,12 @@ import pytest
 from tests.support.cuda_emulator import GPU, EmulatedDriver
 from tests.support.kv_cases import Bytes, KvCase, block_tables, cases
 
+from maru_shm.cuda import driver as D
+from maru_shm.cuda.descriptors import BATCH_OP, MEMCPY3D
 from maru_shm.errors import AttachRefused, EngineGone, MaruError, TransferError
-from maru_shm.geometry import CUDA_IPC_HANDLE, CUDA_VMM_HANDLE, KvLayout, KvPlane, KvRegion, RegionKind
-from maru_sidecar.transfer import cuda_driver as D
-from maru_sidecar.transfer.base import Direction, Peer, PoolMapping
+from maru_shm.geometry import CUDA_IPC_HANDLE, CUDA_VMM_HANDLE, Direction, KvLayout, KvPlane, KvRegion, RegionKind
+from maru_sidecar.transfer.base import Peer, PoolMapping
 from maru_sidecar.transfer.cuda import CudaTransfer
-from maru_sidecar.transfer.cuda_descriptors import BATCH_OP, MEMCPY3D
 from maru_sidecar.transfer.cuda_pinning import PinState
 
 REGION = 1 << 20

@@ -15,7 +15,6 @@ Rules
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,12 +22,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from maru_shm.geometry import KvLayout
-
-
-class Direction(enum.Enum):
-    LOAD = "load"  #: slab → engine
-    STORE = "store"  #: engine → slab
+from maru_shm.geometry import Direction, KvLayout
 
 
 @dataclass(frozen=True, slots=True)

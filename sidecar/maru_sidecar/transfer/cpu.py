@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from maru_shm.errors import AttachRefused, EngineGone, TransferError
-from maru_shm.geometry import KvLayout, RegionKind
+from maru_shm.geometry import Direction, KvLayout, RegionKind
 from maru_shm.layout import SKIP_BLOCK
-from maru_sidecar.transfer.base import Direction, Peer, PoolMapping
+from maru_sidecar.transfer.base import Peer, PoolMapping
 
 IOV_MAX = 1024
 CALL_BYTES = 8 << 20  #: a call's target size; a single larger piece is not split

@@ -2,7 +2,7 @@
 
 No kernel runs here: from a second process one that reads host memory slows the engine by 90 to 120 %, the copy engine by 0 to
 6 % (H200). One request is one driver call, or two (``cuMemcpy3DBatchAsync`` and ``cuMemcpyBatchAsync``; one call per copy on
-drivers older than 12.8) over descriptors from :mod:`~maru_sidecar.transfer.copy_shapes`.
+drivers older than 12.8) over descriptors from :mod:`~maru_shm.copy_shapes`.
 
 Nothing of CUDA is touched before the first :meth:`CudaTransfer.attach`. A machine without a driver or without the engine's GPU
 refuses that attach by name. After the last engine of a device has detached its context goes, in the background.
@@ -22,13 +22,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from maru_shm.copy_shapes import CopyPlanner, place
+from maru_shm.cuda.driver import CudaDriver, CudaError
 from maru_shm.errors import AttachRefused, EngineGone, MaruError, PlatformUnsupported, TransferError
-from maru_shm.geometry import KvLayout, RegionKind
-from maru_sidecar.transfer.base import Direction, Peer, PoolMapping
-from maru_sidecar.transfer.copy_shapes import CopyPlanner, place
+from maru_shm.geometry import Direction, KvLayout, RegionKind
+from maru_sidecar.transfer.base import Peer, PoolMapping
 from maru_sidecar.transfer.cpu import peer_exited
 from maru_sidecar.transfer.cuda_device import CudaDevice, Mapping
-from maru_sidecar.transfer.cuda_driver import CudaDriver, CudaError
 from maru_sidecar.transfer.cuda_pinning import PinState, PoolPinning
 
 _KINDS = (RegionKind.CUDA_IPC, RegionKind.CUDA_VMM)

@@ -15,11 +15,8 @@ import logging
 import threading
 from collections import deque
 
-from maru_shm.errors import AttachRefused, TransferError
-from maru_shm.geometry import CUDA_IPC_HANDLE, CUDA_VMM_HANDLE, KvRegion, RegionKind
-from maru_sidecar.transfer.base import Direction
-from maru_sidecar.transfer.copy_shapes import Copies
-from maru_sidecar.transfer.cuda_driver import (
+from maru_shm.copy_shapes import Copies
+from maru_shm.cuda.driver import (
     INVALID_CONTEXT,
     INVALID_DEVICE,
     INVALID_VALUE,
@@ -27,6 +24,8 @@ from maru_sidecar.transfer.cuda_driver import (
     CudaDriver,
     CudaError,
 )
+from maru_shm.errors import AttachRefused, TransferError
+from maru_shm.geometry import CUDA_IPC_HANDLE, CUDA_VMM_HANDLE, Direction, KvRegion, RegionKind
 
 ROOM = 4096  #: descriptors per driver call
 EVENTS = 64  #: copies in flight before another event is made

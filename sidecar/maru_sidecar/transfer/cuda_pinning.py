@@ -15,8 +15,8 @@ import enum
 import logging
 import threading
 
+from maru_shm.cuda.driver import CudaDriver, CudaError
 from maru_sidecar.transfer.base import PoolMapping
-from maru_sidecar.transfer.cuda_driver import CudaDriver, CudaError
 
 PIECE_BYTES = 1 << 30  #: large enough that calls do not count, small enough that the first one is there soon
 

@@ -7,8 +7,8 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
-from maru_sidecar.transfer.base import Direction
-from maru_sidecar.transfer.copy_shapes import Copies
+from maru_shm.copy_shapes import Copies
+from maru_shm.geometry import Direction
 
 MEMORY_HOST, MEMORY_DEVICE = 1, 2  # CUmemorytype
 LOCATION_DEVICE, LOCATION_HOST = 1, 2  # CUmemLocationType: the other way round in the header, too

@@ -1,4 +1,6 @@
-"""The CUDA driver API as far as a sidecar needs it, by ctypes on ``libcuda.so.1``: no CUDA package, no kernel, no runtime.
+"""The CUDA driver API as far as copies between host and device need it, by ctypes on ``libcuda.so.1``.
+
+No CUDA package, no kernel, no runtime.
 
 Every call releases the GIL. Every failing call raises :class:`CudaError` with the driver's own name for it. Loading the library
 or asking for a device makes no context; :meth:`CudaDriver.retain` does.
@@ -12,10 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from maru_shm.errors import PlatformUnsupported, TransferError
-from maru_sidecar.transfer.base import Direction
-from maru_sidecar.transfer.copy_shapes import Copies
-from maru_sidecar.transfer.cuda_descriptors import (
+from maru_shm.copy_shapes import Copies
+from maru_shm.cuda.descriptors import (
     LOCATION_DEVICE,
     MEMCPY3D,
     Descriptors,
@@ -24,6 +24,8 @@ from maru_sidecar.transfer.cuda_descriptors import (
     fill_3d,
     fill_batch,
 )
+from maru_shm.errors import PlatformUnsupported, TransferError
+from maru_shm.geometry import Direction
 
 _VOID = ctypes.c_void_p
 _U64 = ctypes.c_uint64
@@ -49,6 +51,8 @@ _STREAM_NON_BLOCKING = 1
 _EVENT_BLOCKING_SYNC = 1
 _EVENT_DISABLE_TIMING = 2
 _REGISTER_PORTABLE = 1
+_REGISTER_READ_ONLY = 8
+_ATTRIBUTE_READ_ONLY_REGISTER = 113
 _IPC_LAZY_ENABLE_PEER_ACCESS = 1
 _HANDLE_TYPE_POSIX_FD = 1
 IPC_HANDLE_BYTES = 64
@@ -91,10 +95,12 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "cuDevicePrimaryCtxRelease_v2": (_INT,),
     "cuDevicePrimaryCtxReset_v2": (_INT,),
     "cuCtxSetCurrent": (_VOID,),
+    "cuCtxGetCurrent": (_VOID,),
     "cuCtxGetStreamPriorityRange": (_VOID, _VOID),
     "cuStreamCreateWithPriority": (_VOID, _UINT, _INT),
     "cuStreamDestroy_v2": (_VOID,),
     "cuStreamSynchronize": (_VOID,),
+    "cuStreamWaitEvent": (_VOID, _VOID, _UINT),
     "cuEventCreate": (_VOID, _UINT),
     "cuEventDestroy_v2": (_VOID,),
     "cuEventRecord": (_VOID, _VOID),
@@ -230,6 +236,10 @@ class CudaDriver:
         """Make ``context`` (0: none) current in this thread."""
         self._call("cuCtxSetCurrent", context)
 
+    def current(self) -> int:
+        """The context current in this thread, 0: none."""
+        return self._handle("cuCtxGetCurrent")
+
     # --- streams and events -----------------------------------------------------------------------------------------------
     def create_stream(self) -> int:
         """A non-blocking stream of the highest priority."""
@@ -259,13 +269,22 @@ class CudaDriver:
     def wait_event(self, event: int) -> None:
         self._call("cuEventSynchronize", event)
 
+    def order_after(self, stream: int, event: int) -> None:
+        """What is put on ``stream`` from now on waits for ``event``; this thread does not."""
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
     def wait_stream(self, stream: int) -> None:
         self._call("cuStreamSynchronize", stream)
 
     # --- memory -------------------------------------------------------------------------------------------------------------
-    def register_host(self, address: int, size: int) -> None:
+    def registers_read_only(self, device: int) -> bool:
+        """Whether host memory that is mapped read-only can be page-locked for ``device``."""
+        return bool(self._int("cuDeviceGetAttribute", _ATTRIBUTE_READ_ONLY_REGISTER, device))
+
+    def register_host(self, address: int, size: int, *, read_only: bool = False) -> None:
         """Page-lock host memory for all contexts. Registering what is registered is no error."""
-        code = self._calls["cuMemHostRegister_v2"](address, size, _REGISTER_PORTABLE)
+        flags = _REGISTER_PORTABLE | (_REGISTER_READ_ONLY if read_only else 0)
+        code = self._calls["cuMemHostRegister_v2"](address, size, flags)
         if code not in (SUCCESS, ALREADY_REGISTERED):
             raise self.error("cuMemHostRegister", code)
 

@@ -1,0 +1,93 @@
+"""The pool as a worker sees it: mapped read-only from the descriptor that came with the attachment.
+
+The mapping is of a file, not of a process: it stays valid, and so do leased slabs in it, when the sidecar dies. Two attachments
+to one pool file share a view.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from maru_shm import poolformat as P
+from maru_shm.atomics import order_fence
+from maru_shm.errors import PoolCorrupt
+
+
+class PoolView:
+    """``fd`` stays the caller's; ``size`` in bytes. Raises :class:`PoolCorrupt` if it is no pool, ``OSError`` if it cannot be
+    mapped.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.size = size
+        self.file = file_identity(fd)
+        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._words = self._bytes[: size // 8 * 8].view("<u8")
+        self.address = int(self._bytes.ctypes.data)
+        header = P.POOL_HEADER.unpack_from(self._map)
+        self._region_bytes = int(header[5])
+        if header[0] != P.POOL_MAGIC or not 0 < self._region_bytes <= size:
+            self.close()
+            raise PoolCorrupt("the descriptor that came with the attachment is no pool", "run the same release on both sides")
+
+    def holds(self, slabs: npt.NDArray[np.uint64], nbytes: int) -> bool:
+        """Whether every slab is still the one that was located. ``slabs``: shape (n, 2), see ``layout.SLAB_REF``; ``nbytes``:
+        of each.
+
+        Asked before the first byte is read and again after the last: the same word twice means one slab was read, not two.
+        """
+        offsets, words = slabs[:, 0].astype(np.int64), slabs[:, 1]
+        if (offsets < 0).any() or (offsets > self.size - nbytes).any() or (words & 0xFF != P.SlabState.COMMITTED).any():
+            return False
+        order_fence()  # SYNC POINT: the copies before this were made before the words are read
+        regions = offsets // self._region_bytes
+        for region in np.unique(regions):
+            here = regions == region
+            at = self._word_indices(int(region), offsets[here])
+            if at is None or (self._words[at] != words[here]).any():
+                return False
+        return True
+
+    def intact(self, slabs: npt.NDArray[np.uint64], nbytes: int) -> bool:
+        """Whether the bytes of every slab that carries a checksum match it: one pass over them, about 10 GB/s."""
+        for offset in slabs[:, 0].tolist():
+            at = self._word_indices(offset // self._region_bytes, np.array([offset], np.int64))
+            if at is None:
+                return False
+            start = int(at[0]) * 8
+            [header] = self._bytes[start : start + P.SLAB_HEADER_BYTES].view(P.SLAB_HEADER)
+            if header["flags"] & P.FLAG_CHECKSUM and header["checksum"] != xxhash.xxh3_64_intdigest(
+                self._bytes[offset : offset + nbytes].data
+            ):
+                return False
+        return True
+
+    def _word_indices(self, region: int, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """Where the slabs' state words are, as u64 indices; None if the region is not formatted for such slabs."""
+        base = region * self._region_bytes
+        magic, _, _, _, stride, n_slabs, data = P.REGION_HEADER.unpack_from(self._map, base)
+        if magic != P.REGION_MAGIC or not stride:
+            return None
+        slots, rest = np.divmod(offsets - base - data, stride)
+        if rest.any() or (slots < 0).any() or (slots >= n_slabs).any():
+            return None
+        indices: npt.NDArray[np.int64] = (base + P.HEADER_BYTES + slots * P.SLAB_HEADER_BYTES) // 8
+        return indices
+
+    def close(self) -> None:
+        """Unmap. No copy out of it may run; idempotent."""
+        del self._words, self._bytes
+        self._words = self._bytes = np.empty(0, np.uint8)
+        self._map.close()
+
+
+def file_identity(fd: int) -> tuple[int, int, int]:
+    """What makes two descriptors one file."""
+    stat = os.fstat(fd)
+    return stat.st_dev, stat.st_ino, stat.st_size

@@ -1,0 +1,83 @@
+"""``maru-sidecar pool``: initialise, inspect and clear a pool that several sidecars share."""
+
+from __future__ import annotations
+
+import click
+
+from maru_sidecar.output import Format, echo_json, echo_rows, echo_sections, format_option
+
+COLUMNS = ("region", "owner", "token", "slab_bytes", "slabs", "committed", "writing")
+
+
+@click.group("pool")
+def pool() -> None:
+    """Pools that several sidecars share: no sidecar ever initialises one by itself."""
+
+
+def _size(text: str, flag: str) -> int:
+    from maru_shm.errors import ConfigError
+    from maru_sidecar.config import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as e:
+        raise ConfigError(f"{flag} {text}", "sizes read as '64GiB'") from e
+
+
+@pool.command("init")
+@click.argument("path")
+@click.option("--size", required=True, help="Pool size, e.g. 64GiB.")
+@click.option("--region-size", default="0", help="What one node is granted at a time (default: 1 GiB, less for a small pool).")
+@click.option("--mode", default="660", show_default=True, metavar="OCTAL", help="Permission bits of the file.")
+@format_option
+def init(path: str, size: str, region_size: str, mode: str, fmt: Format) -> None:
+    """Make an empty shared pool at PATH, a new or empty file."""
+    from maru_sidecar.pool_admin import initialise
+
+    try:
+        bits = int(mode, 8)
+    except ValueError as e:
+        raise click.UsageError(f"--mode {mode}: octal permission bits, e.g. 660") from e
+    header = initialise(path, _size(size, "--size"), _size(region_size, "--region-size"), mode=bits)
+    values = {"path": path, "uuid": header.uuid.hex(), "regions": header.n_regions - 1, "region_bytes": header.region_bytes}
+    if fmt == "json":
+        echo_json(values)
+    else:
+        click.echo(f"{path}: pool {values['uuid']}, {values['regions']} regions of {values['region_bytes']} bytes")
+
+
+@pool.command("inspect")
+@click.argument("path")
+@format_option
+def inspect(path: str, fmt: Format) -> None:
+    """Show a pool's header and regions. It may be in use; nothing is written."""
+    import dataclasses
+
+    from maru_shm import poolformat as F
+    from maru_sidecar import pool_admin
+
+    header, regions = pool_admin.inspect(path)
+    values = {
+        "path": path, "uuid": header.uuid.hex(), "shared": bool(header.flags & F.FLAG_SHARED),
+        "bytes": header.pool_bytes, "region_bytes": header.region_bytes, "regions": header.n_regions - 1,
+    }  # fmt: skip
+    rows = [dataclasses.asdict(view) for view in regions]
+    if fmt == "json":
+        echo_json({"pool": values, "regions": rows})
+        return
+    echo_sections({"pool": values}, fmt)
+    echo_rows([row for row in rows if row["slab_bytes"] or row["owner"]], fmt, COLUMNS, empty="no region is in use")
+
+
+@pool.command("clear")
+@click.argument("path")
+@click.option("--yes", is_flag=True, help="Do not ask: no sidecar of any machine uses the pool.")
+@format_option
+def clear(path: str, fmt: Format, *, yes: bool) -> None:
+    """Forget everything in a shared pool. Stop every sidecar that uses it first, on all machines."""
+    from maru_sidecar import pool_admin
+
+    if not yes:
+        click.confirm(f"Forget everything in {path}? Sidecars of other machines must have been stopped", abort=True, err=True)
+    header = pool_admin.clear(path)
+    echo_json({"uuid": header.uuid.hex()}) if fmt == "json" else click.echo(f"{path}: empty, now pool {header.uuid.hex()}")

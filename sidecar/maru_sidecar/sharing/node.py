@@ -1,0 +1,249 @@
+"""This sidecar as a node of a metadata server: the regions it may write, what it tells, what it asks.
+
+*Regions.* A node holds what it was granted: at the start those whose owner record names it (claimed; readable at once,
+writable once the claim is confirmed), later one more whenever the last empty one is taken into use, as long as the server
+has any. Surplus empty regions go back. Without a server nothing new can be stored after the lease has run out; what is there
+is served on.
+
+*Losing one.* The link marks a region's lease revoked when the server gave it to another node. From that moment no word of it
+is written; at the next tick its chunks are forgotten. Loads in between compare generations.
+
+*Names.* A node is one sidecar on one pool. Its name is locked on this machine (``PoolFile.lock_node``), which proves that an
+earlier process of it is dead; across machines the names must differ, and by default contain the machine's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from maru_server.announce import Slabs
+from maru_server.auth import read_token
+from maru_server.lease import RegionLease
+from maru_server.link_types import LinkConfig, LinkState
+from maru_server.node import NodeLink
+from maru_server.protocol import Predecessor, Region
+from maru_shm import poolformat as F
+from maru_shm.errors import MaruError
+from maru_sidecar.config import Config
+from maru_sidecar.directory import Directory
+from maru_sidecar.pool import PoolFile
+from maru_sidecar.pool_header import boot_id
+from maru_sidecar.sharing import owner
+from maru_sidecar.sharing.announcer import Announcer
+from maru_sidecar.sharing.lookups import PeerLookups
+from maru_sidecar.sharing.rights import GrantedRegions
+from maru_sidecar.sharing.slabs import SharedSlabs, SlabReader
+
+log = logging.getLogger(__name__)
+
+CallSoon = Callable[[Callable[[], None]], None]
+
+
+def default_node_name(instance: str) -> str:
+    """``host/instance``: unique where host names are."""
+    return f"{socket.gethostname()}/{instance}"
+
+
+class Node:
+    """Made with the pool, joined to its directory by :meth:`bind`. The main thread uses it, but for the link's callbacks."""
+
+    def __init__(self, config: Config, pool: PoolFile, instance: str, call_soon: CallSoon) -> None:
+        """Lock the node's name and read what it held. Raises ``PoolBusy``, ``ConfigError``."""
+        self._config = config.server
+        self._pool = pool
+        self._call_soon = call_soon
+        self.name = config.server.node or default_node_name(instance)
+        self.id = F.node_id(self.name)
+        pool.lock_node(self.name)
+        self.rights = GrantedRegions(config.server.write_margin_ms)
+        self.events = _Events(self)
+        held = owner.of_node(pool, self.id)
+        pool.suspect = any(record.boot != boot_id() for _, record in held)
+        self._recorded = {region: record.token for region, record in held}
+        token = read_token(config.server.token_file or None)
+        self.link = NodeLink(
+            LinkConfig(
+                config.server.endpoint, self.name, token=token, predecessor=Predecessor.ENDED,
+                label=f"pid {os.getpid()}, pool {pool.spec.file_path}",
+            ),
+            self._slabs,
+            [Region(pool.uuid, region, record.token) for region, record in held],
+        )  # fmt: skip
+        for lease in self.link.regions:
+            self.rights.add(lease.region, lease)
+        self._woken = False  # a flush is on its way because the last empty region was taken
+        self._asking = False
+        self._stride = 0
+        self._refusal = ""
+        self._lost = 0
+        self._directory: Directory
+        self.lookups: PeerLookups
+        self.slabs: SharedSlabs
+
+    @property
+    def claimed(self) -> list[int]:
+        """Regions held from before."""
+        return sorted(region for region, _ in self.rights.items())
+
+    def bind(self, directory: Directory, *, lease_ttl_s: float) -> None:
+        """The pool's directory, made with this node's ``rights``, ``events`` and ``claimed``."""
+        self._directory = directory
+        reader = SlabReader(self._pool)
+        self.lookups = PeerLookups(
+            self.link, self._pool.uuid, directory, reader, self._call_soon, wait_s=self._config.lookup_wait_ms / 1e3,
+            pin_ttl_s=self._config.pin_ttl_s, lease_ttl_s=lease_ttl_s,
+        )  # fmt: skip
+        self.slabs = SharedSlabs(directory, reader, self.lookups.leases)
+
+    def start(self) -> None:
+        self.link.add_device(
+            self._pool.uuid,
+            self._pool.n_regions,
+            self._pool.region_bytes,
+            first=1,
+            label=os.path.basename(self._pool.spec.path),
+        )
+        self.link.start()
+        self.tick()
+
+    # --- the main thread ----------------------------------------------------------------------------------------------------
+    def flush(self) -> None:
+        """Tell the server what changed, ask for a region if one is wanted."""
+        self.events.flush(self.link, self._lease_of)
+        self._grow()
+
+    def tick(self) -> None:
+        """A few times a second."""
+        for region, lease in self.rights.items():
+            if lease.revoked:
+                self.rights.remove(region)
+                self._recorded.pop(region, None)
+                self._lost += 1
+                n = self._directory.shared.lose(region)
+                log.warning("region %d is another node's now: %d chunks forgotten", region, n)
+            elif lease.token != self._recorded.get(region) and lease.writable():
+                self._record(region, lease.token)
+        self._give_back()
+        self.events.retry(self.link, self._directory)
+        self.flush()
+
+    def _record(self, region: int, token: int) -> None:
+        owner.write(self._pool, region, self.id, token)
+        self._recorded[region] = token
+
+    def _lease_of(self, region: int) -> RegionLease | None:
+        return next((lease for lease in self.link.regions if lease.region == region), None)
+
+    def _give_back(self) -> None:
+        while self._directory.shared.n_free > 2 * self._config.spare_regions and self.link.state is LinkState.READY:
+            region = self._directory.shared.give_back()
+            lease = self.rights.remove(region) if region is not None else None
+            if region is None or lease is None:
+                return
+            if lease.writable():
+                owner.erase(self._pool, region)
+            self._recorded.pop(region, None)
+            if (held := self._lease_of(region)) is not None:
+                self.link.free_region(held)
+
+    # --- growing --------------------------------------------------------------------------------------------------------------
+    def _grow(self) -> None:
+        """Keep empty regions in stock: a store that finds none has to evict."""
+        self._woken = False
+        if self._asking or self._directory.shared.n_free >= self._config.spare_regions:
+            return
+        self._asking = True
+        self.link.request_regions(1, self._granted, device=self._pool.uuid, slab_bytes=self._stride)
+
+    def _granted(self, result: list[RegionLease] | MaruError) -> None:  # on the link's thread
+        if isinstance(result, MaruError):
+            self._refusal = str(result)
+            self._asking = False  # the next tick asks again
+            return
+        self._refusal = ""
+        for lease in result:
+            self.rights.add(lease.region, lease)
+            if not self._take_in(lease):
+                self.rights.remove(lease.region)
+                self.link.free_region(lease)
+        self._asking = False
+        self._call_soon(self.flush)
+
+    def _take_in(self, lease: RegionLease) -> bool:
+        """Whether a granted region can be used."""
+        try:
+            usable = self._directory.shared.add(lease.region)
+            if usable:
+                self._record(lease.region, lease.token)
+        except MaruError as e:  # the lease ended this moment
+            log.warning("region %d: %s", lease.region, e)
+            return False
+        return usable
+
+    def want_region(self, stride: int) -> None:
+        """Under the directory's lock: the last empty region is in use."""
+        self._stride = stride
+        if not self._woken and not self._asking:
+            self._woken = True
+            self._call_soon(self.flush)
+
+    def _slabs(self, lease: RegionLease) -> Iterator[Slabs]:
+        """On the link's thread: what a region holds, for a full announcement."""
+        tables: dict[tuple[bytes, int], list[tuple[bytes, int, int]]] = {}
+        for namespace, rank, key, number, generation in self._directory.shared.committed_in(lease.region):
+            tables.setdefault((namespace, rank), []).append((key, number, generation))
+        for (namespace, rank), rows in tables.items():
+            yield Slabs(
+                namespace, rank, b"".join(r[0] for r in rows), np.array([r[1] for r in rows], np.uint32),
+                np.array([r[2] for r in rows], np.uint64),
+            )  # fmt: skip
+
+    # --- status and end -------------------------------------------------------------------------------------------------------
+    def status(self) -> dict[str, object]:
+        """Plain values for the status page."""
+        s, told, asked = self.link.stats(), self.events.counts, self.lookups.counts
+        return {
+            "node": self.name,
+            "server": self._config.endpoint,
+            "state": s.state.value,
+            "can_store": self.rights.writable > 0,
+            "regions": len(self.rights),
+            "regions_writable": self.rights.writable,
+            "regions_lost": self._lost,
+            "lease_ms_left": s.lease_ms_left,
+            "slabs_published": told.published,
+            "slabs_withdrawn": told.withdrawn,
+            "slabs_known_elsewhere": told.elsewhere,
+            "keys_announced": s.keys_announced,
+            "lookups_asked": asked.asked,
+            "lookups_unanswered": asked.late,
+            "chunks_found": asked.chunks,
+            "chunks_stale": asked.stale,
+            "slabs_vanished": self.slabs.vanished,
+            "foreign_leases": len(self.lookups.leases),
+            "reconnects": s.reconnects,
+            **({"region_refused": self._refusal} if self._refusal else {}),
+            **({"last_error": s.last_error} if s.last_error else {}),
+        }
+
+    def close(self) -> None:
+        """Write nothing any more, leave. After the last copy and before the pool is closed."""
+        self.lookups.close()
+        self.flush()
+        self.link.close()
+
+
+class _Events(Announcer):
+    """``directory.PoolEvents`` for a node."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(lambda: node._call_soon(node.flush))
+        self._node = node
+
+    def low(self, stride: int) -> None:
+        self._node.want_region(stride)

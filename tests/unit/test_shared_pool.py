@@ -1,0 +1,291 @@
+"""A shared pool: initialised by an operator, opened by many, written by those who were granted a region."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from maru_shm import poolformat as F
+from maru_shm.errors import ConfigError, PlatformUnsupported, PoolBusy, PoolError, PoolFull, RegionNotHeld
+from maru_sidecar import pool_admin
+from maru_sidecar.cli import cli
+from maru_sidecar.config import load_config
+from maru_sidecar.directory import Directory, Reservation
+from maru_sidecar.pool import PoolFile, PoolSpec
+from maru_sidecar.sharing import owner
+from maru_sidecar.sharing.rights import GrantedRegions
+from maru_sidecar.sharing.slabs import SlabReader
+
+SIZE, REGION = 4 << 20, 1 << 20
+NAMESPACE, KEY, ROOT = b"n" * 16, b"k" * 16, b"r" * 16
+NBYTES = 8192
+
+
+class Lease:
+    """A lease that a test ends."""
+
+    def __init__(self) -> None:
+        self.revoked = False
+        self.token = 1
+        self.held = True
+
+    def writable(self, need_ms: int = 0) -> bool:
+        del need_ms
+        return self.held and not self.revoked
+
+    def check(self, need_ms: int = 0) -> None:
+        if not self.writable(need_ms):
+            raise RegionNotHeld("the lease is over", "")
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    path = f"/dev/shm/maru-test-pool-{os.getpid()}-unit-shared"
+    pool_admin.initialise(path, SIZE, REGION)
+    yield path
+    os.unlink(path)
+
+
+@pytest.fixture
+def pool(path: str) -> Iterator[PoolFile]:
+    pool = PoolFile.open(spec(path))
+    yield pool
+    pool.close(clean=True)
+
+
+def spec(path: str, **changes: object) -> PoolSpec:
+    return msgspec.structs.replace(PoolSpec(backend="file", path=path, size=SIZE, shared=True), **changes)  # type: ignore[arg-type]
+
+
+def reserve(directory: Directory, key: bytes = KEY) -> Reservation:
+    got = directory.reserve(NAMESPACE, key, parent=ROOT, rank=0, world=1, depth=0, tokens=64, nbytes=NBYTES)
+    assert isinstance(got, Reservation)
+    return got
+
+
+# --- initialising ---------------------------------------------------------------------------------------------------------
+def test_a_pool_is_made_of_a_new_or_empty_file_only(path: str, tmp_path: Path) -> None:
+    with pytest.raises(PoolError, match="holds 4194304 bytes already"):
+        pool_admin.initialise(path, SIZE)
+    somebodys = tmp_path / "somebodys"
+    somebodys.write_bytes(b"\0" * 4096)
+    with pytest.raises(PoolError, match="holds 4096 bytes already"):
+        pool_admin.initialise(str(somebodys), SIZE)
+    assert somebodys.read_bytes() == b"\0" * 4096
+    empty = tmp_path / "empty"
+    empty.touch()
+    assert pool_admin.initialise(str(empty), SIZE, REGION).n_regions == 4
+
+
+def test_opening_a_shared_pool_writes_nothing(path: str) -> None:
+    before = Path(path).read_bytes()
+    PoolFile.open(spec(path)).close(clean=True)
+    assert Path(path).read_bytes() == before
+
+
+def test_a_file_that_nobody_initialised_is_not_opened(tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    with pytest.raises(PoolError, match="pool init"):
+        PoolFile.open(spec(str(absent)))
+    assert not absent.exists()
+    foreign = tmp_path / "foreign"
+    foreign.write_bytes(b"x" * 8192)
+    with pytest.raises(PoolError, match="no maru pool"):
+        PoolFile.open(spec(str(foreign)))
+    assert foreign.read_bytes() == b"x" * 8192
+
+
+def test_a_shared_pool_and_a_pool_of_ones_own_are_not_mistaken_for_each_other(path: str, tmp_path: Path) -> None:
+    with pytest.raises(PoolError, match="is shared"):
+        PoolFile.open(spec(path, shared=False))
+    own = str(tmp_path / "own")
+    PoolFile.open(PoolSpec(backend="file", path=own, size=SIZE)).close(clean=True)
+    with pytest.raises(PoolError, match="not initialised for sharing"):
+        PoolFile.open(spec(own))
+
+
+def test_several_open_it_at_once_under_different_node_names(path: str, pool: PoolFile) -> None:
+    other = PoolFile.open(spec(path))
+    pool.lock_node("a")
+    other.lock_node("b")
+    with pytest.raises(PoolBusy, match="node 'a'"):
+        other.lock_node("a")
+    other.close(clean=True)
+
+
+def test_a_pool_in_use_is_not_cleared(path: str, pool: PoolFile) -> None:
+    with pytest.raises(PoolBusy):
+        pool_admin.clear(path)
+
+
+def test_coherence_by_flushing_is_refused(path: str) -> None:
+    with pytest.raises(PlatformUnsupported, match="native helper"):
+        PoolFile.open(spec(path, coherence="flush"))
+
+
+def test_the_commands_init_inspect_and_clear(tmp_path: Path) -> None:
+    path = str(tmp_path / "pool")
+    run = CliRunner()
+    made = run.invoke(cli, ["pool", "init", path, "--size", "4MiB", "--region-size", "1MiB", "--format", "json"])
+    assert made.exit_code == 0, made.output
+    first = msgspec.json.decode(made.output)
+    assert (first["regions"], first["region_bytes"]) == (3, REGION)
+    shown = msgspec.json.decode(run.invoke(cli, ["pool", "inspect", path, "--format", "json"]).output)
+    assert shown["pool"]["uuid"] == first["uuid"]
+    assert shown["pool"]["shared"]
+    assert "no region is in use" in run.invoke(cli, ["pool", "inspect", path]).output
+    assert run.invoke(cli, ["pool", "clear", path], input="n\n").exit_code != 0
+    cleared = msgspec.json.decode(run.invoke(cli, ["pool", "clear", path, "--yes", "--format", "json"]).output)
+    assert cleared["uuid"] != first["uuid"]
+
+
+# --- regions --------------------------------------------------------------------------------------------------------------
+def test_without_a_granted_region_nothing_is_stored(pool: PoolFile) -> None:
+    directory = Directory(pool, rights=GrantedRegions(0), mine=())
+    with pytest.raises(PoolFull):
+        reserve(directory)
+
+
+def test_only_granted_regions_are_written(path: str, pool: PoolFile) -> None:
+    rights = GrantedRegions(0)
+    directory = Directory(pool, rights=rights, mine=())
+    rights.add(2, Lease())
+    assert directory.shared.add(2)
+    before = Path(path).read_bytes()
+    reservation = reserve(directory)
+    pool.bytes[reservation.offset : reservation.offset + NBYTES] = b"d" * NBYTES
+    reservation.commit(None)
+    after = Path(path).read_bytes()
+    assert before[: 2 * REGION] == after[: 2 * REGION]
+    assert before[3 * REGION :] == after[3 * REGION :]
+    assert directory.lookup(NAMESPACE, KEY, world=1) == 1
+
+
+def test_a_slab_whose_region_was_lost_before_the_commit_is_never_published(pool: PoolFile) -> None:
+    rights, lease = GrantedRegions(0), Lease()
+    rights.add(1, lease)
+    directory = Directory(pool, rights=rights, mine=())
+    directory.shared.add(1)
+    reservation = reserve(directory)
+    region = bytes(pool.bytes[REGION : 2 * REGION])
+    lease.held = False
+    with pytest.raises(RegionNotHeld):
+        reservation.commit(None)
+    assert bytes(pool.bytes[REGION : 2 * REGION]) == region
+    assert directory.lookup(NAMESPACE, KEY, world=1) == 0
+
+
+def test_a_lost_region_takes_its_chunks_along_and_is_not_written(pool: PoolFile) -> None:
+    rights, lease = GrantedRegions(0), Lease()
+    rights.add(1, lease)
+    directory = Directory(pool, rights=rights, mine=())
+    directory.shared.add(1)
+    reserve(directory).commit(None)
+    region = bytes(pool.bytes[REGION : 2 * REGION])
+    lease.revoked = True
+    assert directory.shared.lose(1) == 1
+    assert bytes(pool.bytes[REGION : 2 * REGION]) == region
+    assert directory.lookup(NAMESPACE, KEY, world=1) == 0
+    assert directory.stats()["regions"] == 0
+
+
+def test_a_region_granted_again_starts_empty_with_higher_generations(pool: PoolFile) -> None:
+    rights = GrantedRegions(0)
+    rights.add(1, Lease())
+    first = Directory(pool, rights=rights, mine=())
+    first.shared.add(1)
+    reserve(first).commit(None)
+    [(_, _, _, number, generation)] = first.shared.committed_in(1)
+    reader = SlabReader(pool)
+    assert reader.locate(1, number, generation, F.slab_stride(NBYTES)) is not None
+    second = Directory(pool, rights=rights, mine=())
+    second.shared.add(1)
+    assert reader.locate(1, number, generation, F.slab_stride(NBYTES)) is None
+    assert second.lookup(NAMESPACE, KEY, world=1) == 0
+    reserve(second).commit(None)
+    [(_, _, _, again, later)] = second.shared.committed_in(1)
+    assert (again, later > generation) == (number, True)
+
+
+def test_a_restarted_node_finds_its_regions_and_reads_them_before_it_may_write(pool: PoolFile) -> None:
+    rights, lease = GrantedRegions(0), Lease()
+    rights.add(3, lease)
+    directory = Directory(pool, rights=rights, mine=())
+    directory.shared.add(3)
+    owner.write(pool, 3, F.node_id("me"), 77)
+    reserve(directory).commit(None)
+    half_written = reserve(directory, b"w" * 16)
+    assert half_written.offset
+    [(region, record)] = owner.of_node(pool, F.node_id("me"))
+    assert (region, record.token) == (3, 77)
+    assert owner.of_node(pool, F.node_id("other")) == []
+    before = bytes(pool.bytes)
+    lease.held = False
+    again = Directory(pool, rights=rights, mine=[region])
+    report = again.rebuild()
+    assert (report.kept, report.dropped_writing) == (1, 1)
+    assert again.lookup(NAMESPACE, KEY, world=1) == 1
+    assert bytes(pool.bytes) == before
+    with pytest.raises(PoolFull):
+        reserve(again, b"x" * 16)
+
+
+def test_a_reader_takes_no_slab_for_another(pool: PoolFile) -> None:
+    rights = GrantedRegions(0)
+    rights.add(1, Lease())
+    directory = Directory(pool, rights=rights, mine=())
+    directory.shared.add(1)
+    reserve(directory).commit(None)
+    [(_, _, _, number, generation)] = directory.shared.committed_in(1)
+    reader, stride = SlabReader(pool), F.slab_stride(NBYTES)
+    ref = reader.locate(1, number, generation, stride)
+    assert ref is not None
+    assert reader.names(ref, NAMESPACE, KEY, 0, NBYTES)
+    for namespace, key, rank, nbytes in (
+        (b"m" * 16, KEY, 0, NBYTES), (NAMESPACE, b"j" * 16, 0, NBYTES), (NAMESPACE, KEY, 1, NBYTES), (NAMESPACE, KEY, 0, 4096),
+    ):  # fmt: skip
+        assert not reader.names(ref, namespace, key, rank, nbytes)
+    for place in ((0, number), (9, number), (1, 1 << 31), (2, number)):
+        assert reader.locate(*place, generation, stride) is None
+    assert reader.locate(1, number, generation, 2 * stride) is None
+    assert reader.unchanged(ref)
+    directory.clear()
+    assert not reader.unchanged(ref)
+
+
+# --- configuration --------------------------------------------------------------------------------------------------------
+def test_a_shared_pool_and_a_server_are_configured_together() -> None:
+    for flags in ({"pool.shared": "true"}, {"server.endpoint": "tcp://127.0.0.1:7420"}):
+        with pytest.raises(ConfigError, match="go together"):
+            load_config(environ={}, flags=flags)
+    both = load_config(environ={}, flags={"pool.shared": "true", "server.endpoint": "tcp://127.0.0.1:7420"})
+    assert both.pool.shared
+    assert both.server.endpoint == "tcp://127.0.0.1:7420"
+
+
+def test_nothing_of_the_server_is_imported_unless_it_is_configured() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, maru_sidecar.daemon; print([m for m in sys.modules if m.startswith(('zmq', 'maru_server'))])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_missing_client_of_the_server_is_named_with_its_remedy(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    (tmp_path / "zmq.py").write_text("raise ImportError('not installed')\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "maru_sidecar", "run", "--set", "pool.shared=true", "--set", "server.endpoint=tcp://127.0.0.1:1",
+         "--socket", str(tmp_path / "s")],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert run.returncode != 0
+    assert "pip install maru-sidecar[server]" in run.stderr
