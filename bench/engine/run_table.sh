@@ -1,7 +1,7 @@
 #!/bin/bash
 # One benchmark run per name, on one machine, one after another; a JSON file each in $OUT (default: ./bench-out).
 #   bench/engine/run_table.sh MODEL_DIR NAME...
-# Names: none engine_only maru maru_no_overlap maru_sync_store lmcache_mp offloading simple pegaflow
+# Names: none engine_only maru maru_overlap maru_sync_store lmcache_mp offloading simple pegaflow
 # ARGS: more arguments for engine_bench.py. Needs a Python with vLLM, this project, and whatever rival is asked for. POOL_GIB: host memory given to each (default 62).
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -55,7 +55,7 @@ for name in "$@"; do
     maru*)
       case $name in
         maru) options='{}' ;;
-        maru_no_overlap) options='{"maru.layerwise_overlap": false}' ;;
+        maru_overlap) options='{"maru.layerwise_overlap": true}' ;;
         maru_sync_store) options='{"maru.write_behind": false}' ;;
         *) echo "unknown: $name"; exit 2 ;;
       esac

@@ -152,21 +152,17 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _make_overlap(self, rank: int) -> Overlap | None:
         """The overlap path for this worker's KV cache, where it is on and there is one for its device.
 
-        Slabs of host memory carry checksums. One that does not match is a miss for a parked hit; for an overlapped one the
-        engine would have to recompute. Where it cannot, the path is not taken unless asked for.
+        Slabs of host memory carry checksums. One that does not match is a miss for a parked hit; after an overlapped one the
+        engine must recompute, or end (``worker_half.py``).
         """
-        wish = self._options.layerwise_overlap
-        if wish is False or self._layout is None:
+        if not self._options.layerwise_overlap or self._layout is None:
             return None
         layers = layout.placed_layers(self._kv_caches, self._layout.num_blocks)
         block_bytes, device = self._layout.block_bytes, next(iter(self._kv_caches.values())).device
-        if device.type == "cpu" and wish is None and not self._recomputes_sync_loads():
-            return None
         try:
             copier = _copier(distinct(layers), block_bytes, device)
         except MaruError as e:
-            if wish:
-                logger.warning("maru: maru.layerwise_overlap is not available on this engine (%s).", e)
+            logger.warning("maru: maru.layerwise_overlap is not available on this engine (%s).", e)
             return None
         world = self._vllm_config.parallel_config.world_size
         return Overlap(layers, copier, block_bytes=block_bytes, rank=rank, world=world)

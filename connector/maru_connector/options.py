@@ -52,7 +52,7 @@ class Options:
     chunk_tokens: int = 256  #: tokens per slab; a multiple of the engine's block size
     deferred_load: bool = True  #: park a hit while it loads; False loads inside the step
     write_behind: bool = True  #: store in the background; False waits for each store inside its step
-    layerwise_overlap: bool | None = None  #: load a lone hit during its own pass; None: where it works; True: or say why not
+    layerwise_overlap: bool = False  #: load a lone hit during its own pass, layer by layer
     lookup_spin_us: float = 150.0  #: how long the scheduler looks at an answer before it asks again next step
     lookup_patience_ms: float = 50.0  #: an answer later than this is a miss
     load_timeout_s: float = 30.0  #: a load that takes longer is cancelled and recomputed

@@ -63,12 +63,13 @@ class OverlapPolicy:
         if min(tokens, self.max_tokens) < self.min_tokens or lookup.deadline - time.monotonic_ns() < LEASE_MARGIN_NS:
             return b""
         refs = lookup.session.slab_refs(lookup.ticket, lookup.hits * self._ranks)
-        return refs.tobytes() if refs is not None else b""
+        # A slab of another node's has no reference: its owner may evict it, and this path must not fail.
+        return refs.tobytes() if refs is not None and refs[:, 0].all() else b""
 
 
 def overlap_policy(config: Any, options: Options, *, block_tokens: int) -> OverlapPolicy | None:
-    """The policy for an engine's ``VllmConfig``; None if ``maru.layerwise_overlap`` is false."""
-    if options.layerwise_overlap is False:
+    """The policy for an engine's ``VllmConfig``; None unless ``maru.layerwise_overlap`` is on."""
+    if not options.layerwise_overlap:
         return None
     scheduler, compilation = config.scheduler_config, config.compilation_config
     decode_query = 1 + (getattr(config, "num_speculative_tokens", 0) or 0)

@@ -11,7 +11,7 @@ from maru_shm.errors import ConfigError
 def test_nothing_set_gives_the_documented_defaults() -> None:
     options = parse_options(None)
     assert (options.chunk_tokens, options.deferred_load, options.write_behind) == (256, True, True)
-    assert options.layerwise_overlap is None
+    assert options.layerwise_overlap is False
 
 
 def test_the_socket_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
