@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import enum
 import logging
+import math
 import os
 import select
 import socket
@@ -80,6 +81,7 @@ class SidecarLink:
         self._backoff = BACKOFF_S[0]
         self._next_try = 0.0
         self._deadline = 0.0
+        self._began = 0.0
         self._once = OnceLogger(logger)
 
     # --- every step -------------------------------------------------------------------------------------------------------
@@ -125,6 +127,12 @@ class SidecarLink:
                 self._poller.poll(min(left, 0.05) * 1000)
         return self.session is not None
 
+    def attaching_for(self) -> float:
+        """Seconds since the current attachment, or the attempt under way, began; infinity without one."""
+        if self.state in (LinkState.DISCONNECTED, LinkState.CLOSED):
+            return math.inf
+        return time.monotonic() - self._began
+
     @property
     def has_lost_sessions(self) -> bool:
         return bool(self._lost)
@@ -141,6 +149,7 @@ class SidecarLink:
         self._sock = sock
         self._poller = select.poll()
         self._poller.register(sock.fileno(), select.POLLIN)
+        self._began = now
         self._enter(LinkState.GREETING, now + GREETING_TIMEOUT_S)
 
     def _enter(self, state: LinkState, deadline: float = 0.0) -> None:

@@ -55,6 +55,7 @@ class Options:
     layerwise_overlap: bool = False  #: load a lone hit during its own pass, layer by layer
     lookup_spin_us: float = 150.0  #: how long the scheduler looks at an answer before it asks again next step
     lookup_patience_ms: float = 50.0  #: an answer later than this is a miss
+    attach_patience_ms: float = 1000.0  #: how long requests wait for an attachment that has begun, e.g. after a restart
     load_timeout_s: float = 30.0  #: a load that takes longer is cancelled and recomputed
     store_timeout_s: float = 60.0  #: a store that takes longer is abandoned
     attach_timeout_s: float = 2.0  #: how long engine start waits for the sidecar; it goes on without
@@ -67,7 +68,8 @@ class Options:
 
 _TYPES: dict[str, type] = {
     "socket": str, "chunk_tokens": int, "deferred_load": bool, "write_behind": bool, "layerwise_overlap": bool,
-    "lookup_spin_us": float, "lookup_patience_ms": float, "load_timeout_s": float, "store_timeout_s": float,
+    "lookup_spin_us": float, "lookup_patience_ms": float, "attach_patience_ms": float,
+    "load_timeout_s": float, "store_timeout_s": float,
     "attach_timeout_s": float, "max_records": int, "min_hit_tokens": int, "max_parked_share": float, "max_pinned_share": float,
 }  # fmt: skip
 _POSITIVE = ("chunk_tokens", "max_records", "load_timeout_s", "store_timeout_s")

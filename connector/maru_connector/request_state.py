@@ -31,6 +31,7 @@ class Lookup:
     asks: int = 0
     hits: int | None = None  #: leading chunks present, None until answered
     deadline: int = 0  #: end of the lease, CLOCK_MONOTONIC ns
+    too_early: bool = False  #: answered before all workers were attached
 
 
 @dataclass(slots=True)

@@ -117,13 +117,19 @@ class SchedulerHalf:
             if state.known_hits >= 0 and state.known_hits * size - num_computed < max(1, self.options.min_hit_tokens):
                 return _MISS  # asked before, and the local cache still covers it
             session = self.link.poll()
-            if session is None or not self._post_lookup(session, state):
+            if session is None:
+                return self._while_attaching()
+            if not self._post_lookup(session, state):
                 return _MISS
             session.flush()
         lookup = state.lookup
         assert lookup is not None
         if lookup.hits is None and not self._answered(state, lookup):
             return self._not_answered(state, lookup)
+        if lookup.too_early:
+            self._drop_lookup(state)
+            state.known_hits = -1
+            return self._while_attaching()
         if lookup.hits and lookup.deadline - time.monotonic_ns() < LEASE_MARGIN_NS:
             self._drop_lookup(state)  # it waited in the queue for longer than the lease lives: ask anew
             state.known_hits = -1
@@ -149,6 +155,16 @@ class SchedulerHalf:
             return None, False  # bounded: the loads in flight end, each within its timeout
         state.claimed_from = num_computed
         return n, self._deferred
+
+    def _while_attaching(self) -> tuple[int | None, bool]:
+        """A sidecar has just come (back): its first requests are worth a moment, since a miss costs their whole prefill.
+
+        Links advance with steps, so an idle engine attaches when a request arrives. Bounded by the attachment's age, not the
+        request's: an engine whose workers are refused delays nothing for longer than that once.
+        """
+        if self.link.attaching_for() * 1e3 < self.options.attach_patience_ms:
+            return None, False
+        return _MISS
 
     def _alone(self) -> bool:
         """Whether one request is live, or none."""
@@ -192,6 +208,7 @@ class SchedulerHalf:
         state.known_hits = hits
         state.stored = max(state.stored, hits)  # in the pool already, on every rank
         lookup.hits, lookup.deadline = hits, reply.deadline
+        lookup.too_early = reply.code is L.Code.NOT_REGISTERED
         return True
 
     def _not_answered(self, state: RequestState, lookup: Lookup) -> tuple[int | None, bool]:

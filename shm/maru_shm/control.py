@@ -73,8 +73,8 @@ def connect(path: str, timeout: float | None) -> socket.socket:
     except OSError as e:
         sock.close()
         hint = {
-            "FileNotFoundError": "start it: maru-sidecar run",
-            "ConnectionRefusedError": "the socket is stale; start the sidecar: maru-sidecar run",
+            "FileNotFoundError": f"start it: maru-sidecar run --socket {path}, or name the right socket",
+            "ConnectionRefusedError": f"the socket is stale; start the sidecar: maru-sidecar run --socket {path}",
             "PermissionError": "join the socket's group, or run as the sidecar's user",
         }.get(type(e).__name__, "check the socket path")
         raise SidecarUnavailable(f"no sidecar at {path}: {e.strerror or e}", hint) from e

@@ -127,6 +127,7 @@ class Pong(msgspec.Struct, tag="pong"):
 
 class Done(msgspec.Struct, tag="done"):
     n: int = 0  #: chunks affected
+    left: int = 0  #: CacheClear: chunks that stay, pinned, leased, in flight, or ahead of one that is
 
 
 class Status(msgspec.Struct, tag="status"):

@@ -65,9 +65,9 @@ class AdminClient:
         """Refuse new work from now on; returns the number of tickets still in flight."""
         return self._ask(M.Drain(), M.Done).n
 
-    def cache_clear(self, namespace: str = "", engine_id: str = "") -> int:
-        """Drop what is neither leased nor in flight; returns chunks dropped."""
-        return self._ask(M.CacheClear(namespace, engine_id), M.Done).n
+    def cache_clear(self, namespace: str = "", engine_id: str = "") -> M.Done:
+        """Drop what may go; ``n``: chunks dropped, ``left``: chunks that stay (pinned, leased, or ahead of one that is)."""
+        return self._ask(M.CacheClear(namespace, engine_id), M.Done)
 
     def cache_page(self, namespace: str = "", after: str = "", limit: int = PAGE) -> M.CachePage:
         """One page of the directory, ordered by key."""

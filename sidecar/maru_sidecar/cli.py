@@ -214,14 +214,18 @@ def cache_ls(socket: str | None, timeout: float, fmt: Format, *, namespace: str,
 def cache_clear(
     socket: str | None, timeout: float, fmt: Format, namespace: str | None, engine_id: str | None, *, everything: bool
 ) -> None:
-    """Drop chunks that are neither leased nor in flight."""
+    """Drop chunks. What is pinned, leased or in flight stays, and so does every chunk ahead of it in its prefix."""
     if sum((namespace is not None, engine_id is not None, everything)) != 1:
         raise click.UsageError("say what to clear: exactly one of --namespace, --engine, --all")
     if "" in (namespace, engine_id):  # on the wire an empty name means all
         raise click.UsageError("a namespace or engine id is not empty; to clear everything say --all")
     with connected(socket, timeout) as client:
-        n = client.cache_clear(namespace or "", engine_id or "")
-    echo_json({"dropped": n}) if fmt == "json" else click.echo(f"{n} chunks dropped")
+        done = client.cache_clear(namespace or "", engine_id or "")
+    if fmt == "json":
+        echo_json({"dropped": done.n, "kept": done.left})
+        return
+    kept = f", {done.left} kept: pinned, leased, or ahead of a chunk that is" if done.left else ""
+    click.echo(f"{done.n} chunks dropped{kept}")
 
 
 @cache.command("pin")

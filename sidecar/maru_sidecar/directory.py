@@ -409,6 +409,11 @@ class Directory:
             names = [namespace] if namespace is not None else list(self._held.namespaces)
         return sum(self._clear_one(name) for name in names)
 
+    def count(self, namespace: bytes | None = None) -> int:
+        """Chunks of one namespace, or of all."""
+        with self._lock:
+            return sum(len(ns.chunks) for ns in self._held.namespaces.values() if namespace in (None, ns.id))
+
     def _clear_one(self, name: bytes) -> int:
         done, limit = 0, None
         while True:

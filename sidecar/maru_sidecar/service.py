@@ -149,7 +149,7 @@ class ControlService:
                     M.RefusalCode.FAILED, f"no engine {m.engine_id!r} with a KV cache is attached", "see maru-sidecar status"
                 )
             namespace = engine.namespace
-        self._later(connection, lambda: M.Done(directory.clear(namespace)))
+        self._later(connection, lambda: M.Done(directory.clear(namespace), directory.count(namespace)))
 
     def _later(self, connection: Connection, work: Callable[[], M.SidecarMessage]) -> None:
         """Answer with what ``work`` returns, computed in the administration thread."""

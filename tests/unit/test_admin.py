@@ -36,12 +36,12 @@ def test_each_verb_carries_its_arguments(responder: Responder) -> None:
     responder.answers |= {
         M.GetStatus: lambda _: M.Status({"pool": {"bytes": 1}}),
         M.Drain: lambda _: M.Done(),
-        M.CacheClear: lambda _: M.Done(7),
+        M.CacheClear: lambda _: M.Done(7, 2),
     }
     with AdminClient.connect(responder.path) as client:
         assert client.status() == {"pool": {"bytes": 1}}
         client.drain()
-        assert client.cache_clear(engine_id="engine-a") == 7
+        assert client.cache_clear(engine_id="engine-a") == M.Done(7, 2)
     assert responder.heard[-1] == M.CacheClear("", "engine-a")
 
 

@@ -508,3 +508,41 @@ def test_no_order_of_events_leaks_a_lease_or_a_pin(world: World, seed: int) -> N
     assert not world.half._requests
     assert world.half._parked == 0
     assert not world.half.has_pending_work()
+
+
+def make_engine_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> Request:
+    """A sidecar restart as an idle engine meets it: the link is down until a request makes it look."""
+    world.peer.close()
+    world.half.link.poll()
+    world.peer = Peer(world.peer.path, world._answer, generation=2)
+    monkeypatch.setattr(world.half.link, "_next_try", 0.0)
+    first = request(130, "first")
+    world.half.on_new_request(first)
+    return first
+
+
+def test_the_first_request_after_a_restart_waits_for_the_attachment_and_hits(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_engine_wait(world, monkeypatch)
+    assert world.half.link.session is None
+    assert world.ask(first)[0] == 128
+
+
+def test_an_engine_whose_workers_are_not_attached_is_not_held_up_for_long(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.half.shutdown()
+    world.open(attach_patience_ms=50)
+
+    def not_registered(session: PeerSession, request: RingRequest) -> None:
+        session.records.complete(request.ticket, L.State.DONE, L.Code.NOT_REGISTERED)
+
+    monkeypatch.setattr(world.peer, "answer", not_registered)
+    early = request(130, "early")
+    world.half.on_new_request(early)
+    assert world.ask(early)[0] == 0  # however long it waited: it was not for ever
+    later = request(130, "later")
+    world.half.on_new_request(later)
+    assert world.ask(later)[0] == 0
+    assert len([r for r in world.peer.requests if r.label == "later"]) == 1  # the attachment is old by now: it asked once
