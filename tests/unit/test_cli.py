@@ -145,10 +145,8 @@ def test_no_sidecar_is_one_line_and_exit_code_4(tmp_path: Path) -> None:
     path = str(tmp_path / "none.sock")
     done = command("status", "--socket", path)
     assert (done.returncode, done.stdout) == (4, "")
-    assert (
-        done.stderr
-        == f"maru-sidecar: no sidecar at {path}: No such file or directory; start it: maru-sidecar run --socket {path}, or name the right socket\n"
-    )
+    remedy = f"start it: maru-sidecar run --socket {path}, or name the right socket"
+    assert done.stderr == f"maru-sidecar: no sidecar at {path}: No such file or directory; {remedy}\n"
 
 
 def test_a_refusal_is_exit_code_5(responder: Responder) -> None:

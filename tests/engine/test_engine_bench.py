@@ -1,0 +1,55 @@
+"""The benchmark harness on a CPU engine: the program that measures on a GPU runs here in small, with a real sidecar."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.sidecar_process import running_sidecar
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS, TOKENS, CHUNK = 3, 512, 128
+#: A Llama of four small layers: `load_format="dummy"` needs no weights, and it starts in seconds.
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 256,
+    "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "vocab_size": 1024,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": True, "bos_token_id": 1,
+    "eos_token_id": 2, "torch_dtype": "float32",
+}  # fmt: skip
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+
+def test_the_harness_populates_hits_and_reports_every_pass(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    report = tmp_path / "report.json"
+    arguments = [
+        "--connector", "maru", "--model", str(tmp_path), "--dtype", "float32", "--vocab", "1000", "--docs", str(DOCUMENTS),
+        "--tokens", str(TOKENS), "--suffix", "64", "--out-tokens", "4", "--in-flight", "1,2", "--gpu-docs", "2",
+        "--block-size", "32", "--chunk-tokens", str(CHUNK), "--batched-tokens", "256", "--eager", "--populate8", "2",
+        "--gpu-memory", "0", "--settle", "0.5", "--json", str(report),
+    ]  # fmt: skip
+    with running_sidecar(pool_bytes=128 << 20) as sidecar:
+        environment = {
+            **os.environ, "MARU_SOCKET": sidecar.socket, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "bench/engine/engine_bench.py"), *arguments],
+            env=environment, capture_output=True, text=True, timeout=240, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    passes = json.loads(report.read_text())["passes"]
+    assert [(p["pass"], p["in_flight"]) for p in passes] == [
+        ("warm-up", 2), ("populate", 1), ("own-hit", 1), ("hit", 1), ("hit", 2), ("suffix", 1), ("suffix", 2), ("populate", 8),
+    ]  # fmt: skip
+    assert all(p["failures"] == 0 for p in passes)
+    hits = [p for p in passes if p["pass"] in ("hit", "suffix")]
+    assert [p["cached_tokens_mean"] for p in hits] == [TOKENS] * 4  # the most there is
+    assert [p["same_as_reference"] for p in hits[:1]] == [DOCUMENTS]
+    assert [p["cached_tokens_mean"] for p in passes if p["pass"] == "populate"] == [0, 0]
