@@ -11,6 +11,7 @@ import difflib
 import os
 import re
 import tomllib
+import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -200,6 +201,18 @@ def _field_type(key: str) -> Any:
     return next((f.type for f in msgspec.structs.fields(SECTIONS[section]) if f.name == field), None)
 
 
+def _expected(kind: Any) -> str:
+    """What a value of this type looks like, in the user's words."""
+    if typing.get_origin(kind) is Literal:
+        return "expected one of " + ", ".join(map(str, typing.get_args(kind)))
+    kinds = set(typing.get_args(kind)) or {kind}
+    if int in kinds:
+        return "expected a whole number; sizes read as '64GiB'"
+    if float in kinds:
+        return "expected a number"
+    return "expected true or false" if bool in kinds else f"expected {getattr(kind, '__name__', kind)}"
+
+
 def _coerced(key: str, value: object, where: str) -> object:
     """``value`` as its field's type wants it: a size or number given as text, a list given as ``1,2``."""
     kind = _field_type(key)
@@ -225,7 +238,7 @@ def _coerced(key: str, value: object, where: str) -> object:
         try:
             return msgspec.convert(parse_size(value), kind)
         except (ValueError, msgspec.ValidationError):
-            raise ConfigError(f"{key} is {value!r} in {where}", f"{e}; sizes read as '64GiB'") from e
+            raise ConfigError(f"{key} is {value!r} in {where}", _expected(kind)) from e
 
 
 def _checked(values: dict[str, dict[str, Any]], origin: Mapping[str, str]) -> Config:

@@ -179,7 +179,11 @@ class Sidecar:
             directory = self._make_directory(pool, marks)
             report = directory.rebuild()
             self.harvested = harvest.sweep(self.instance, directory)
-            log.info("pool %s: %s; %s", self.config.pool.file_path, report, self.harvested)
+            dropped = {what: n for what, n in report.as_dict().items() if n and what not in ("kept", "bytes")}
+            log.info(
+                "pool %s: %d slabs kept, dropped: %s; %d leases taken over",
+                self.config.pool.file_path, report.kept, dropped or "none", self.harvested.leases,
+            )  # fmt: skip
         except BaseException as e:  # noqa: BLE001 - raised again in the main thread
             if pool is not None:
                 pool.close(clean=False)
