@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import socket
+import stat
+import time
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -14,6 +17,7 @@ from maru_shm import messages as M
 from maru_shm.errors import ProtocolViolation, SidecarUnavailable
 
 MAX_FDS = 64
+_BUSY_RETRY_S = 0.01
 _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
 
@@ -64,12 +68,35 @@ def receive(sock: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> tuple[T
         raise ProtocolViolation(f"control message not understood: {e}", "run the same release on both sides") from e
 
 
+def _refuse_foreign_directory(path: str) -> None:
+    """The per-user fallback lies in ``/tmp``, where anybody may make the directory first: it must be this user's."""
+    directory = os.path.dirname(path)
+    if directory != f"/tmp/maru-{os.getuid()}":
+        return
+    with contextlib.suppress(FileNotFoundError):
+        info = os.stat(directory, follow_symlinks=False)
+        if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
+            raise SidecarUnavailable(f"{directory} belongs to uid {info.st_uid}", "set MARU_SOCKET, or remove that directory")
+
+
 def connect(path: str, timeout: float | None) -> socket.socket:
     """Connect to the sidecar's control socket. Raises :class:`SidecarUnavailable` naming path and reason."""
+    _refuse_foreign_directory(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     sock.settimeout(timeout)
+    deadline = time.monotonic() + (timeout or 0)
     try:
-        sock.connect(path)
+        while True:
+            try:
+                sock.connect(path)
+                break
+            except BlockingIOError as e:  # the listener's queue is full
+                if time.monotonic() >= deadline:
+                    sock.close()
+                    raise SidecarUnavailable(
+                        f"the sidecar at {path} does not accept connections", "it is busy; try again"
+                    ) from e
+                time.sleep(_BUSY_RETRY_S)
     except OSError as e:
         sock.close()
         hint = {

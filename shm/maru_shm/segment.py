@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import re
+import stat
 import time
 import zlib
 from collections.abc import Iterator
@@ -143,15 +144,11 @@ def map_fd(fd: int, *, writable: bool) -> Segment:
     size = os.fstat(fd).st_size
     if size < L.RING_OFFSET:
         raise SegmentNotReady(f"segment has {size} bytes", f"expected at least {L.RING_OFFSET}")
-    mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
-    view = memoryview(mapped)
+    info = _read_info(memoryview(os.pread(fd, L.HEADER_BYTES, 0)), size)  # before it is mapped: its size may be a lie
     try:
-        info = _read_info(view, size)
-    except BaseException:
-        view.release()
-        mapped.close()
-        raise
-    view.release()
+        mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+    except (OSError, ValueError, OverflowError) as e:
+        raise SegmentError(f"segment of {size} bytes cannot be mapped: {e}", "free memory, or restart the sidecar") from e
     return Segment(mapped, info)
 
 
@@ -184,26 +181,37 @@ def _read_info(view: memoryview, size: int) -> SegmentInfo:
     )
 
 
-def open_readonly(name: str) -> Segment:
-    """Map the named segment read-only: it cannot be disturbed (debugging tools)."""
+def open_readonly(name: str, *, owner: int | None = None) -> Segment:
+    """Map the named segment read-only: it cannot be disturbed (debugging tools, a new sidecar).
+
+    Anybody may put something under such a name: only a regular file is opened, of user ``owner`` if given. Raises
+    :class:`SegmentError` and its kinds, nothing else.
+    """
     try:
-        shm = posix_ipc.SharedMemory(name, 0, read_only=True)  # flags 0, no size: never resizes
-    except posix_ipc.ExistentialError as e:
+        fd = os.open(SHM_DIR + name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as e:
         raise SegmentNotReady(f"segment {name} does not exist", "list live segments with `maru-ring ls`") from e
-    except posix_ipc.PermissionsError as e:
-        raise SegmentError(f"segment {name} may not be opened", "run as the sidecar's user or root") from e
+    except OSError as e:
+        raise SegmentError(f"segment {name} may not be opened: {e.strerror}", "run as the sidecar's user or root") from e
     try:
-        return map_fd(shm.fd, writable=False)
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise SegmentError(f"{SHM_DIR}{name} is no regular file", "remove it; no sidecar made it")
+        if owner is not None and info.st_uid != owner:
+            raise SegmentError(f"segment {name} belongs to uid {info.st_uid}", "remove it; this sidecar did not make it")
+        return map_fd(fd, writable=False)
     finally:
-        shm.close_fd()
+        os.close(fd)
 
 
 def unlink(name: str) -> bool:
-    """Remove a segment's name; False if it was gone already."""
+    """Remove a segment's name; False if it was gone already. Raises :class:`SegmentError` if it may not be removed."""
     try:
-        posix_ipc.unlink_shared_memory(name)
-    except posix_ipc.ExistentialError:
+        os.unlink(SHM_DIR + name)
+    except FileNotFoundError:
         return False
+    except OSError as e:
+        raise SegmentError(f"{SHM_DIR}{name} cannot be removed: {e.strerror}", "remove it as its owner or root") from e
     return True
 
 

@@ -30,25 +30,32 @@ class Harvest:
     chunks: int = 0
 
 
-def sweep(instance: str, directory: Directory) -> Harvest:
-    """Renew the live leases of every segment of ``instance``, owner ``("generation", g)``, and unlink it."""
+def sweep(instance: str, directory: Directory, *, max_ttl_s: float = 3600.0, max_bytes: int = 1 << 30) -> Harvest:
+    """Renew the live leases of every segment of ``instance``, owner ``("generation", g)``, and unlink it.
+
+    Clients could write to these segments: a lease lasts at most ``max_ttl_s`` from now, one over ``max_bytes`` is not read.
+    What may not be opened or removed is logged and left: it cannot keep a sidecar from starting.
+    """
     result = Harvest()
     for name, _, generation, _ in list(S.list_names(instance)):
         try:
-            segment = S.open_readonly(name)
+            segment = S.open_readonly(name, owner=os.geteuid())
         except SegmentError as e:
             log.warning("stale segment %s: %s", name, e)
         else:
             try:
-                if _alive(segment.info.client_pid):
-                    _renew(segment, directory, ("generation", generation), result)
+                if _alive(segment.info.client_pid) and segment.shape.total_bytes <= max_bytes:
+                    _renew(segment, directory, ("generation", generation), int(max_ttl_s * 1e9), result)
             finally:
                 segment.close()
-        result.segments += S.unlink(name)
+        try:
+            result.segments += S.unlink(name)
+        except SegmentError as e:
+            log.warning("%s", e)
     return result
 
 
-def _renew(segment: S.Segment, directory: Directory, owner: tuple[str, int], result: Harvest) -> None:
+def _renew(segment: S.Segment, directory: Directory, owner: tuple[str, int], max_ttl_ns: int, result: Harvest) -> None:
     world = segment.words[L.WORD_WORLD]
     if not 0 < world <= 1 << 16:
         return
@@ -62,8 +69,9 @@ def _renew(segment: S.Segment, directory: Directory, owner: tuple[str, int], res
         reply = L.REPLY.unpack_from(segment.bytes, base + L.REPLY_OFFSET)
         n_done, deadline = reply[1], reply[6]
         held = op in _LEASING and 0 < n_done <= n_keys and n_done * L.KEY_BYTES <= shape.cell_bytes
-        if not held or not now < deadline < now + 86_400 * 10**9:
+        if not held or deadline <= now:
             continue
+        deadline = min(deadline, now + max_ttl_ns)
         cell = shape.cells_offset + index * shape.cell_bytes
         keys = bytes(segment.bytes[cell : cell + n_done * L.KEY_BYTES])
         lease = directory.lease(namespace, keys, world=world, ttl_s=(deadline - now) / 1e9, owner=owner)

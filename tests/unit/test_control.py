@@ -109,3 +109,37 @@ def test_layouts_share_slabs_by_pieces_and_meaning_not_by_strides() -> None:
     assert a.identity != layout(signature="other").identity
     assert a.identity != layout(planes=(KvPlane(0, 0, 128, 128, 0),)).identity
     assert a.block_bytes == 128
+
+
+def test_a_full_listener_is_waited_for_and_then_named(tmp_path: os.PathLike[str]) -> None:
+    path = os.path.join(tmp_path, "busy.sock")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen(0)
+    queued = []
+    try:
+
+        def connect_sixteen_times() -> None:
+            for _ in range(16):
+                queued.append(control.connect(path, 0.05))
+
+        with pytest.raises(SidecarUnavailable, match="does not accept connections"):
+            connect_sixteen_times()
+        while queued:
+            queued.pop().close()
+            listener.accept()[0].close()
+        control.connect(path, 5.0).close()
+    finally:
+        for sock in (*queued, listener):
+            sock.close()
+
+
+def test_the_fallback_directory_must_be_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = "/tmp/maru-424242"
+    os.mkdir(directory)
+    try:
+        monkeypatch.setattr(os, "getuid", lambda: 424242)  # whoever made it, it was somebody else
+        with pytest.raises(SidecarUnavailable, match="belongs to uid"):
+            control.connect(f"{directory}/maru.sock", 1.0)
+    finally:
+        os.rmdir(directory)

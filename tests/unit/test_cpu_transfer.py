@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 
@@ -164,3 +165,11 @@ def test_a_region_of_gpu_memory_is_refused(engine: CpuTransfer, process: HostKvP
     region = KvRegion(RegionKind.CUDA_IPC, 1 << 30, 1 << 20, b"\0" * 64, "GPU-0")
     with pytest.raises(AttachRefused, match="cuda_ipc"):
         engine.attach(flat_layout(region, 4096), process.peer)
+
+
+def test_an_engine_of_another_user_is_refused_by_name(engine: CpuTransfer, process: HostKvProcess) -> None:
+    (region,) = process.allocate(4096)
+    somebody = dataclasses.replace(process.peer, uid=os.geteuid() + 1)
+    with pytest.raises(AttachRefused, match="the engine is of uid"):
+        engine.attach(flat_layout(region, 4096), somebody)
+    engine.attach(flat_layout(region, 4096), process.peer)

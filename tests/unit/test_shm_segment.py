@@ -102,3 +102,35 @@ def test_a_dead_process_has_no_start_time() -> None:
     os.waitpid(pid, 0)
     assert S.process_start_time(pid) == 0
     assert S.process_start_time(os.getpid()) > 0
+
+
+@pytest.mark.parametrize("plant", ["fifo", "symlink", "directory", "giant"])
+def test_what_somebody_else_put_under_a_segments_name_is_a_named_error_at_once(plant: str) -> None:
+    name = "/maru.0123abcd.0000000000000001.1"
+    path = S.SHM_DIR + name
+    try:
+        if plant == "fifo":
+            os.mkfifo(path)  # opening one to read would wait for a writer
+        elif plant == "symlink":
+            os.symlink("/etc/hostname", path)
+        elif plant == "directory":
+            os.mkdir(path)
+        else:
+            with open(path, "wb") as f:
+                f.truncate(1 << 62)
+        with pytest.raises(SegmentError):
+            S.open_readonly(name)
+        if plant == "directory":
+            with pytest.raises(SegmentError, match="cannot be removed"):
+                S.unlink(name)
+        else:
+            assert S.unlink(name)
+    finally:
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+
+
+def test_a_segment_of_another_user_is_not_mapped_for_its_leases(segment: S.Segment) -> None:
+    with pytest.raises(SegmentError, match=f"belongs to uid {os.geteuid()}"):
+        S.open_readonly(segment.info.name, owner=os.geteuid() + 1)
+    S.open_readonly(segment.info.name, owner=os.geteuid()).close()

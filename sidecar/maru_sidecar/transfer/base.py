@@ -15,8 +15,9 @@ Rules
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -27,10 +28,14 @@ from maru_shm.geometry import Direction, KvLayout
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The process whose memory is the other end. The pidfd names it for good: pids are reused, pidfds are not."""
+    """The process whose memory is the other end. The pidfd names it for good: pids are reused, pidfds are not.
+
+    ``uid``: of its credentials when it connected.
+    """
 
     pid: int
     pidfd: int
+    uid: int = field(default_factory=os.geteuid)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,12 @@ class CpuTransfer:
         """Probe both ends of every region. Raises :class:`~maru_shm.errors.AttachRefused` naming region and reason."""
         if peer.pid <= 0:
             raise AttachRefused("the engine's process is not visible from here", "run engine and sidecar in one pid namespace")
+        if peer.uid != os.geteuid():
+            # A process may become another program (execve) under the same pid. With one user on both sides the kernel
+            # refuses what this sidecar may not touch; a privileged sidecar would copy a setuid program's memory.
+            raise AttachRefused(
+                f"the engine is of uid {peer.uid}, the sidecar of uid {os.geteuid()}", "run a CPU engine as the sidecar's user"
+            )
         for i, region in enumerate(layout.regions):
             if region.kind is not RegionKind.PROCESS_VM:
                 raise AttachRefused(
