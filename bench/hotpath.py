@@ -140,9 +140,9 @@ def memcpy_rate(nbytes: int) -> float:
     return nbytes / statistics.median(timed(copy, 7))
 
 
-def copies(report: Report, client: Client, cache: KvCache, chunk_blocks: int, keys: bytes, how: str) -> None:
+def copies(report: Report, client: Client, cache: KvCache, keys: bytes, how: str) -> None:
     """Load and store through the ring against one memcpy thread over the same bytes in the same piece size."""
-    n = len(keys) // L.KEY_BYTES
+    n, chunk_blocks = len(keys) // L.KEY_BYTES, 4
     rng = np.random.default_rng(5)
     moved = n * chunk_blocks * cache.layout.block_bytes
     floor = memcpy_rate(moved)
@@ -196,7 +196,7 @@ def data_path(report: Report, checksum: str) -> None:
         wait_prefaulted(sidecar)
         keys = prompt_keys("large", 32, chunk_tokens=64)
         worker.store(keys, np.arange(128).reshape(32, 4))
-        copies(report, worker, large, 4, keys, f"checksums {checksum}")
+        copies(report, worker, large, keys, f"checksums {checksum}")
         worker.detach()
 
 
