@@ -186,9 +186,16 @@ class ClientRecords:
 
 
 class SidecarRecords:
-    """The sidecar's view of one session's table."""
+    """The sidecar's view of one session's table.
 
-    def __init__(self, segment: Segment) -> None:
+    ``max_keys``, ``max_blocks``: what one request may carry, None = whatever fits in a cell. A cell without block ids holds
+    many times the keys that were asked for, and their cost is the sidecar's.
+    """
+
+    def __init__(self, segment: Segment, *, max_keys: int | None = None, max_blocks: int | None = None) -> None:
+        cell = segment.shape.cell_bytes
+        self._max_keys = cell // L.KEY_BYTES if max_keys is None else max_keys
+        self._max_blocks = cell // L.BLOCK_ID_BYTES if max_blocks is None else max_blocks
         self._segment = segment
         self._bytes = segment.bytes
         self._words = segment.words
@@ -209,7 +216,8 @@ class SidecarRecords:
         order_fence()  # SYNC POINT: acquire
         own, op, _, lease, fence, lease_session, depth, n_keys, n_blocks, t_posted = L.REQUEST.unpack_from(self._bytes, base)
         need = n_keys * L.KEY_BYTES + n_blocks * L.BLOCK_ID_BYTES
-        if own != ticket or need > self._shape.cell_bytes:
+        too_many = n_keys > self._max_keys or n_blocks > self._max_blocks
+        if own != ticket or need > self._shape.cell_bytes or too_many:
             raise ProtocolViolation(f"record {index} claims {n_keys} keys and {n_blocks} blocks for ticket {own:#x}", "")
         try:
             parsed_op = L.Op(op)

@@ -24,10 +24,13 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from maru_shm import control
 from maru_shm import messages as M
 from maru_shm.errors import ConfigError, ProtocolViolation, SocketBusy
 from maru_sidecar.config import Control
+from maru_sidecar.descriptors import close_later
 from maru_sidecar.engines import Refusal
 from maru_sidecar.poller import Poller
 
@@ -106,6 +109,7 @@ class ControlServer:
         try:
             self._listener = _adopt(activated_fd) if activated_fd is not None else _listen(config)
             self._mode, self._group = _permissions(config.socket)
+            self._file = _file_of(config.socket)
         except BaseException:
             os.close(self._lock_fd)
             raise
@@ -183,8 +187,7 @@ class ControlServer:
 
     def _on_message(self, c: Connection, message: M.ClientMessage, fds: list[int]) -> None:
         if isinstance(message, M.Hello) or not c.client:
-            for fd in fds:
-                os.close(fd)
+            close_later(fds)
             if c.refusal is not None:
                 self._refuse_and_close(c, c.refusal)
             else:
@@ -211,7 +214,7 @@ class ControlServer:
             what = f"protocol {message.protocol_min}-{message.protocol_max}, this sidecar speaks {M.PROTOCOL_MIN}-{M.PROTOCOL}"
             self._refuse_and_close(c, M.Refused(M.RefusalCode.VERSION, what, "run the same release on both sides"))
         else:
-            c.client = message.client or "unnamed"
+            c.client = _printable(message.client) or "unnamed"
             welcome = self._service.welcome()
             welcome.protocol = min(message.protocol_max, M.PROTOCOL)
             self.reply(c, welcome)
@@ -236,6 +239,10 @@ class ControlServer:
             control.send(c.sock, message, fds)
         except ProtocolViolation as e:
             return self.reply(c, M.Refused(M.RefusalCode.FAILED, e.what, e.remedy))
+        except (msgspec.MsgspecError, ArithmeticError, TypeError, ValueError):  # e.g. an integer of more than 64 bits
+            log.exception("%s: %s cannot be encoded", c, type(message).__name__)
+            what = f"the answer ({type(message).__name__}) cannot be sent"
+            return self.reply(c, M.Refused(M.RefusalCode.FAILED, what, "see the sidecar's log"))
         except OSError as e:
             log.info("%s dropped: %s", c, "it does not read its answers" if isinstance(e, BlockingIOError) else e.strerror)
             self.close_connection(c)
@@ -257,7 +264,9 @@ class ControlServer:
         fd = c.sock.fileno()
         self._poller.unregister(fd)
         self.connections.pop(fd, None)
-        c.sock.close()
+        with contextlib.suppress(OSError):
+            c.sock.shutdown(socket.SHUT_RDWR)  # the peer sees the end now
+        close_later([c.sock.detach()])  # messages that were not read may hold descriptors too
         self._service.disconnected(c)
         os.close(c.pidfd)
 
@@ -281,7 +290,7 @@ class ControlServer:
         self._poller.unregister(self._listener.fileno())
         self._paused = False
         self._listener.close()
-        if not self._activated:
+        if not self._activated and self._file == _file_of(self._config.socket):  # else it is somebody else's by now
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._config.socket)
 
@@ -293,6 +302,11 @@ class ControlServer:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+def _printable(text: str) -> str:
+    """A peer's own words, fit for one line of a log."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 # --- the kernel's word on the peer --------------------------------------------------------------------------------------------
@@ -326,21 +340,58 @@ def _lock(path: str) -> int:
             raise ConfigError(
                 f"control socket {path}: uid {owner} owns its directory", "choose one of the sidecar's user or root"
             )
-        fd = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        while (fd := _take_lock(path)) is None:
+            pass
     except OSError as e:
         raise ConfigError(f"control socket {path}: {e.strerror}", "choose a directory the sidecar's user may write") from e
+    return fd
+
+
+def _take_lock(path: str) -> int | None:
+    """The locked descriptor; None if the file was replaced meanwhile: a lock on a file without a name keeps nobody out."""
+    fd = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise SocketBusy(f"another sidecar serves {path}", "stop it, or choose another control.socket") from None
+        raise _busy(path) from None
+    held = os.fstat(fd)
+    if _file_of(path + ".lock") != (held.st_dev, held.st_ino):
+        os.close(fd)
+        return None
     return fd
+
+
+def _busy(path: str) -> SocketBusy:
+    return SocketBusy(f"another sidecar serves {path}", "stop it, or choose another control.socket")
+
+
+def _file_of(path: str) -> tuple[int, int] | None:
+    try:
+        info = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return info.st_dev, info.st_ino
+
+
+def _is_live(path: str) -> bool:
+    """Whether somebody listens there. The lock says so too, unless its file was cleaned away."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except BlockingIOError:  # its queue is full
+            return True
+    return True
 
 
 def _listen(config: Control) -> socket.socket:
     path = config.socket
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
+        if _is_live(path):
+            raise _busy(path)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)  # stale: we hold the lock
         before = os.umask(0o177)  # nobody connects before mode and group are right
@@ -352,6 +403,9 @@ def _listen(config: Control) -> socket.socket:
             os.chown(path, -1, grp.getgrnam(config.group).gr_gid)
         os.chmod(path, config.mode)
         sock.listen(64)
+    except SocketBusy:
+        sock.close()
+        raise
     except KeyError as e:
         sock.close()
         raise ConfigError(f"control.group is {config.group!r}", "no such group; create it, or name another") from e

@@ -83,6 +83,7 @@ class Flight(Generic[J]):
 
     job: J
     copy: Copy
+    began_ns: int = field(default_factory=time.monotonic_ns, kw_only=True)
 
 
 F = TypeVar("F", bound=Flight)  # type: ignore[type-arg]
@@ -110,6 +111,7 @@ class CopyThread(ABC, Generic[J, F]):
         self._stopping = False
         self._ended = False
         self.flying_bytes = 0
+        self._landing_ns = 0  #: when the copy being waited for began, 0 = none
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # --- any thread -------------------------------------------------------------------------------------------------------
@@ -119,6 +121,11 @@ class CopyThread(ABC, Generic[J, F]):
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    def hangs(self, limit_s: float) -> bool:
+        """Whether the copy being waited for began more than ``limit_s`` ago."""
+        began = self._landing_ns
+        return began != 0 and time.monotonic_ns() - began > limit_s * 1e9
 
     @property
     def queued(self) -> int:
@@ -208,6 +215,7 @@ class CopyThread(ABC, Generic[J, F]):
         flight = self._flying.popleft()
         job: J = flight.job
         error: BaseException | None = None
+        self._landing_ns = flight.began_ns
         try:
             flight.copy.wait()
         except Exception as e:  # noqa: BLE001 - whatever an engine raises, this job ends and the thread goes on
@@ -215,6 +223,7 @@ class CopyThread(ABC, Generic[J, F]):
             if not isinstance(e, EngineGone):
                 log.warning("%s: copy of ticket %#x failed: %s", self.name, job.ticket.request.ticket, e)
         finally:
+            self._landing_ns = 0
             self.flying_bytes -= flight.copy.nbytes
             job.in_flight -= 1
         if not job.in_flight:

@@ -36,7 +36,7 @@ from maru_sidecar import status as reports
 from maru_sidecar.config import Config
 from maru_sidecar.control_server import ControlServer, instance_of
 from maru_sidecar.directory import Directory
-from maru_sidecar.dispatch import Dispatcher
+from maru_sidecar.dispatch import KEYS_PER_TURN, Dispatcher
 from maru_sidecar.eviction import Watermarks
 from maru_sidecar.lanes import Lanes
 from maru_sidecar.poller import Poller
@@ -60,7 +60,7 @@ class _Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether every thread the daemon needs is alive, and if not, which is missing."""
+    """Whether every thread the daemon needs is alive and gets on, and if not, which does not."""
 
     good: bool
     reason: str = ""
@@ -101,6 +101,7 @@ class Sidecar:
         self.counters = Counters()
         self.opening = Opening()
         self.harvested = harvest.Harvest()
+        self.settled = True  #: False after :meth:`run` if copies or attaches hung at the end: their threads cannot be joined
         self.violations = 0  #: sessions ended for what their client wrote into the segment
         self.pool: PoolFile | None = None
         self.directory: Directory | None = None
@@ -131,10 +132,18 @@ class Sidecar:
         self.poller.call_soon(lambda: None)
 
     def health(self) -> Health:
-        """Dead threads by name. A thread that ends by itself leaves its queue answered, but the daemon should be restarted."""
+        """Dead threads by name, or those whose copy does not end.
+
+        A thread that ends by itself leaves its queue answered; in both cases the daemon should be restarted.
+        """
         lanes = self.lanes
-        dead = lanes.dead_threads() if lanes is not None and self.state is not L.SidecarState.STOPPED else []
-        return Health(not dead, f"not running: {', '.join(dead)}" if dead else "")
+        if lanes is None or self.state is L.SidecarState.STOPPED:
+            return Health(True)
+        if dead := lanes.dead_threads():
+            return Health(False, f"not running: {', '.join(dead)}")
+        if hanging := lanes.hanging_threads():
+            return Health(False, f"a copy does not end: {', '.join(hanging)}")
+        return Health(True)
 
     def ready(self) -> tuple[bool, str]:
         """Whether lookups are answered from the pool, else the state."""
@@ -178,7 +187,10 @@ class Sidecar:
             marks = Watermarks(cache.high_watermark, cache.low_watermark)
             directory = self._make_directory(pool, marks)
             report = directory.rebuild()
-            self.harvested = harvest.sweep(self.instance, directory)
+            self.harvested = harvest.sweep(
+                self.instance, directory,
+                max_ttl_s=self.config.cache.lease_ttl_s, max_bytes=self.config.limits.segment_bytes,
+            )  # fmt: skip
             dropped = {what: n for what, n in report.as_dict().items() if n and what not in ("kept", "bytes")}
             log.info(
                 "pool %s: %d slabs kept, dropped: %s; %d leases taken over",
@@ -191,7 +203,7 @@ class Sidecar:
             self.poller.call_soon(lambda: None)
             return
         self.opening.seconds = time.monotonic() - self.opening.began_s
-        self.poller.call_soon(lambda: self._pool_opened(pool, directory))
+        self.poller.call_soon(lambda: self._try_pool_opened(pool, directory))
 
     def _make_directory(self, pool: PoolFile, marks: Watermarks) -> Directory:
         cache = self.config.cache
@@ -219,6 +231,12 @@ class Sidecar:
         self.opening.done_bytes, self.opening.total_bytes = done, total
         if self._stop_asked:
             raise _Stopped
+
+    def _try_pool_opened(self, pool: PoolFile, directory: Directory) -> None:
+        try:
+            self._pool_opened(pool, directory)
+        except Exception as e:  # noqa: BLE001 - raised again by run()
+            self._failure = e
 
     def _pool_opened(self, pool: PoolFile, directory: Directory) -> None:
         config = self.config
@@ -276,9 +294,10 @@ class Sidecar:
         served = 0
         if self.sessions is None or self._dispatcher is None:
             return 0
-        for session in tuple(self.sessions.live.values()):
+        sessions = tuple(self.sessions.live.values())
+        for session in sessions:
             try:
-                served += self._dispatcher.serve(session)
+                served += self._dispatcher.serve(session, KEYS_PER_TURN // len(sessions) + 1)
             except ProtocolViolation as e:
                 self._broken(session, e)
             except Exception as e:  # whatever a client's bytes provoke ends that client's session, not the daemon
@@ -357,6 +376,7 @@ class Sidecar:
                 self.pool.close(clean=True)
             else:  # a copy hangs: the mapping must outlive it, so the process's end unmaps
                 log.error("copies were still in flight at the end; the pool is not marked clean")
+        self.settled = settled
         self.poller.close()
 
     def _end_sessions(self) -> bool:

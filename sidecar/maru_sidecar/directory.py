@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from maru_shm import poolformat as F
-from maru_shm.errors import PoolError, PoolFull, RegionNotHeld
+from maru_shm.errors import PoolError, PoolFull
 from maru_shm.layout import KEY_BYTES
 from maru_shm.messages import ChunkInfo
 from maru_sidecar import directory_view as view
@@ -122,7 +122,10 @@ class Reservation:
         self.offset = 0  #: of the data, bytes from the pool's start
 
     def commit(self, checksum: int | None) -> None:
-        """The data is there: publish it. ``checksum``: xxh3-64 of the data, None if not taken."""
+        """The data is there: publish it. ``checksum``: xxh3-64 of the data, None if not taken.
+
+        Whatever this raises, the slab has been given back.
+        """
         self._end()
         self._directory._commit(self, checksum)
 
@@ -199,12 +202,26 @@ class Directory:
     def lease(self, namespace: bytes, keys: bytes, *, world: int, ttl_s: float, owner: Hashable) -> Lease | None:
         """:meth:`lookup`, and pin the hit for ``ttl_s`` seconds; None if nothing is there."""
         with self._lock:
-            chunks = self._leading(namespace, keys, world)
-            if not chunks:
-                return None
-            for chunk in chunks:
-                self._held.pin(chunk)
-            return self._leases.grant(chunks, owner, time.monotonic_ns() + int(ttl_s * 1e9))
+            return self._lease(self._leading(namespace, keys, world), owner, ttl_s)
+
+    def lease_located(
+        self, namespace: bytes, keys: bytes, *, world: int, ttl_s: float, owner: Hashable
+    ) -> tuple[Lease | None, npt.NDArray[np.uint64]]:
+        """:meth:`lease`, and where the leased slabs lie: shape (chunks × ranks, 2), each (data offset in the pool, state word).
+
+        One call, under one hold of the lock: :meth:`drop` takes a leased chunk out of the index too.
+        """
+        with self._lock:
+            chunks, regions = self._leading(namespace, keys, world), self._regions
+            refs = [(regions.data_offset(slab), regions.state_word(slab)) for chunk in chunks for slab in chunk.slabs]
+            return self._lease(chunks, owner, ttl_s), np.array(refs, np.uint64).reshape(-1, 2)
+
+    def _lease(self, chunks: list[Chunk], owner: Hashable, ttl_s: float) -> Lease | None:
+        if not chunks:
+            return None
+        for chunk in chunks:
+            self._held.pin(chunk)
+        return self._leases.grant(chunks, owner, time.monotonic_ns() + int(ttl_s * 1e9))
 
     def release(self, lease_id: int) -> None:
         """End a lease; an unknown or ended one is ignored."""
@@ -230,16 +247,6 @@ class Directory:
                     self._held.unpin(chunk)
             self._counts["leases_expired"] += len(ids)
             return len(ids)
-
-    def locate(self, namespace: bytes, keys: bytes) -> npt.NDArray[np.uint64]:
-        """Where the slabs of leased chunks lie: shape (chunks × ranks, 2), each (data offset in the pool, state word)."""
-        refs: list[tuple[int, int]] = []
-        with self._lock:
-            chunks, regions = self._held.namespaces[namespace].chunks, self._regions
-            for i in range(0, len(keys), KEY_BYTES):
-                for slab in chunks[keys[i : i + KEY_BYTES]].slabs:
-                    refs.append((regions.data_offset(slab), regions.state_word(slab)))
-        return np.array(refs, np.uint64).reshape(-1, 2)
 
     def acquire(self, namespace: bytes, keys: bytes, *, rank: int) -> Acquired:
         """Pin ``rank``'s slabs of the leading keys that have one, for a copy."""
@@ -356,16 +363,16 @@ class Directory:
         try:
             self._regions.write_header(r._slab, r._header._replace(checksum=checksum))
             self._publish(r)
-        except RegionNotHeld:
+        except BaseException:  # a slab left in WRITING would be lost, and its key PENDING, until a restart
             self._abort(r)
             raise
 
     def _publish(self, r: Reservation) -> None:
         with self._lock:
             self._regions.publish(r._slab)
+            chunk = self._held.index(r._namespace, r._header, r._slab, used=time.monotonic_ns())
             self._held.writing -= 1
             self._counts["stored"] += 1
-            chunk = self._held.index(r._namespace, r._header, r._slab, used=time.monotonic_ns())
             self._regions.set_owner(r._slab, chunk)
             self._held.offer(chunk)
             self._end_pending(r._namespace, r._header, r._needed)

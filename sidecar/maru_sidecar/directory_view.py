@@ -38,14 +38,15 @@ def chunk_infos(holdings: Holdings, names: list[bytes], now_ns: int) -> list[Chu
 
 
 def _info(holdings: Holdings, chunk: Chunk, now_ns: int) -> ChunkInfo:
-    headers = [holdings.regions.read_header(slab) for slab in chunk.slabs if slab]
+    # A header is bytes in shared memory, and may be damaged: no size in it is believed beyond what the region has room for.
+    headers = [(holdings.regions.read_header(slab), holdings.regions.region_of(slab).stride) for slab in chunk.slabs if slab]
     return ChunkInfo(
         namespace=chunk.namespace.id.hex(),
         key=chunk.key.hex(),
         ranks=len(headers),
         world=chunk.namespace.world,
-        bytes=sum(h.data_bytes for h in headers),
-        tokens=headers[0].tokens,
+        bytes=sum(min(header.data_bytes, stride) for header, stride in headers),
+        tokens=headers[0][0].tokens,
         leases=chunk.pins - chunk.admin_pins,
         pinned=chunk.admin_pins > 0,
         age_s=max(0, now_ns - chunk.used) / 1e9,

@@ -7,10 +7,13 @@ session alone.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from maru_shm import layout as L
 from maru_shm.errors import ProtocolViolation
@@ -31,6 +34,12 @@ if TYPE_CHECKING:
 #: Lease of a LOCATE whose hit includes slabs of other nodes: below the 10 s that the connector's overlap path asks for.
 FOREIGN_LOCATE_NS = 8_000_000_000
 SLOTS_PER_TURN = 64  #: of one ring, before others get theirs
+#: Of all rings together, before the loop looks at its sockets and its clock again: about 5 ms of lookups. Each ring may
+#: exceed its share by one request.
+KEYS_PER_TURN = 1 << 14
+_DEPTHS = 1 << 32  #: a slab's header holds its depth as a u32
+_Refs = npt.NDArray[np.uint64]
+_NO_REFS: _Refs = np.zeros((0, 2), np.uint64)
 
 
 class Dispatcher:
@@ -42,16 +51,19 @@ class Dispatcher:
         self._lease_ttl_s = lease_ttl_s
         self.draining = False
 
-    def serve(self, session: Session) -> int:
-        """Handle what waits in a session's ring, at most a turn's worth; returns how many slots.
+    def serve(self, session: Session, n_keys: int = KEYS_PER_TURN) -> int:
+        """Handle what waits in a session's ring until a turn's slots or ``n_keys`` keys are used up; returns how many slots.
 
         Raises ``ProtocolViolation``.
         """
-        n = min(session.consumer.ready(), SLOTS_PER_TURN)
-        for _ in range(n):
+        n = 0
+        for _ in range(min(session.consumer.ready(), SLOTS_PER_TURN)):
+            if n_keys <= 0:
+                break
             ticket, verb = session.consumer.pop()
+            n += 1
             if verb is L.Verb.SUBMIT:
-                self._submit(session, ticket)
+                n_keys -= self._submit(session, ticket)
             elif verb is L.Verb.RELEASE:
                 self._release(session, ticket)
             else:
@@ -60,21 +72,36 @@ class Dispatcher:
             session.consumer.release()
         return n
 
-    def _submit(self, session: Session, number: int) -> None:
+    def _submit(self, session: Session, number: int) -> int:
+        """Accept a ticket and begin what it asks for; returns its number of keys."""
         request = session.table.records.accept(number)
         self._give_back(session, number & L.TICKET_INDEX_MASK)
         ticket = session.table.open(request)
-        if request.op is L.Op.DRAIN:
-            session.table.drain(ticket)
-        elif self.draining:
-            ticket.finish(L.State.FAILED, L.Code.DRAINING)
-        elif request.op in (L.Op.LOOKUP, L.Op.LOCATE):
-            self._lookup(session, ticket)
-        elif session.port is None or session.lane is None:
-            ticket.finish(L.State.FAILED, L.Code.BAD_REQUEST)
-            raise ProtocolViolation(f"{session.name} posted {request.op.name}", "only workers transfer")
-        else:
-            self._transfer(session, session.port, ticket)
+        with self._answering(session, ticket):
+            if request.op is L.Op.DRAIN:
+                session.table.drain(ticket)
+            elif self.draining:
+                ticket.finish(L.State.FAILED, L.Code.DRAINING)
+            elif request.op is L.Op.LOCATE and session.attach.role is not L.Role.SCHEDULER:
+                ticket.finish(L.State.FAILED, L.Code.BAD_REQUEST)  # a worker's segment has no reply cells
+            elif request.op in (L.Op.LOOKUP, L.Op.LOCATE):
+                self._lookup(session, ticket)
+            elif session.port is None or session.lane is None:
+                raise ProtocolViolation(f"{session.name} posted {request.op.name}", "only workers transfer")
+            else:
+                self._transfer(session, session.port, ticket)
+        return request.n_keys
+
+    @contextlib.contextmanager
+    def _answering(self, session: Session, ticket: Ticket) -> Iterator[None]:
+        """Whatever is raised inside, the ticket gets an answer and holds no lease: its session could not end without."""
+        try:
+            yield
+        except BaseException as e:
+            self._give_back(session, ticket.request.ticket & L.TICKET_INDEX_MASK)
+            code = L.Code.BAD_REQUEST if isinstance(e, ProtocolViolation) else L.Code.INTERNAL
+            ticket.finish(L.State.FAILED, code)
+            raise
 
     # --- leases ---------------------------------------------------------------------------------------------------------------
     def _lookup(self, session: Session, ticket: Ticket) -> None:
@@ -83,22 +110,35 @@ class Dispatcher:
         if not engine.complete:
             ticket.finish(L.State.DONE, L.Code.NOT_REGISTERED)
             return
-        lease = self._directory.lease(
-            engine.namespace, request.keys, world=engine.world, ttl_s=self._lease_ttl_s, owner=session.id
-        ) if request.keys else None  # fmt: skip
-        if self._peers is None or not self._ask_peers(self._peers, session, ticket, lease):
-            self._answer_lookup(session, ticket, lease, Beyond())
+        lease, refs = None, _NO_REFS
+        if request.keys and request.op is L.Op.LOCATE:
+            lease, refs = self._directory.lease_located(
+                engine.namespace, request.keys, world=engine.world, ttl_s=self._lease_ttl_s, owner=session.id
+            )
+        elif request.keys:
+            lease = self._directory.lease(
+                engine.namespace, request.keys, world=engine.world, ttl_s=self._lease_ttl_s, owner=session.id
+            )
+        if lease is not None:
+            session.leases[request.ticket & L.TICKET_INDEX_MASK] = (request.ticket, lease.id)
+        if self._peers is None or not self._ask_peers(self._peers, session, ticket, lease, refs):
+            self._answer_lookup(session, ticket, lease, refs, Beyond())
 
-    def _ask_peers(self, peers: PeerLookups, session: Session, ticket: Ticket, lease: Lease | None) -> bool:
+    def _ask_peers(self, peers: PeerLookups, session: Session, ticket: Ticket, lease: Lease | None, refs: _Refs) -> bool:
         """Look for the rest elsewhere; False if there is no rest or nobody to ask."""
         request, engine = ticket.request, session.engine
         rest = request.keys[(lease.n if lease is not None else 0) * L.KEY_BYTES :]
         if not rest:
             return False
         asker = Asker(engine.namespace, engine.world, session.id, session.id, request.ticket)
-        return peers.ask(asker, rest, lambda beyond: self._answer_lookup(session, ticket, lease, beyond))
 
-    def _answer_lookup(self, session: Session, ticket: Ticket, lease: Lease | None, beyond: Beyond) -> None:
+        def answer(beyond: Beyond) -> None:
+            with self._answering(session, ticket):
+                self._answer_lookup(session, ticket, lease, refs, beyond)
+
+        return peers.ask(asker, rest, answer)
+
+    def _answer_lookup(self, session: Session, ticket: Ticket, lease: Lease | None, refs: _Refs, beyond: Beyond) -> None:
         request = ticket.request
         n_local = lease.n if lease is not None else 0
         n = n_local + beyond.n
@@ -110,23 +150,14 @@ class Dispatcher:
             ticket.finish(L.State.FAILED, L.Code.ENGINE_GONE)
             return
         if request.op is L.Op.LOCATE and n:
-            deadlines.append(self._locate(session, request, n_local, beyond))
-        ticket.finish(L.State.DONE, n_done=n, deadline=min(deadlines, default=0))
-
-    def _locate(self, session: Session, request: Request, n_local: int, beyond: Beyond) -> int:
-        """Write the slab references; returns a bound for the lease's deadline.
-
-        A client that reads slabs itself needs them pinned for good, and those of other nodes are not. So a hit with any of them
-        gets zeros for references and a lease too short to overlap with: it is loaded by the sidecar, which checks.
-        """
-        engine = session.engine
-        if beyond.n:
-            refs = np.zeros(((n_local + beyond.n) * engine.world, 2), np.uint64)
+            if beyond.n:
+                # A client that reads slabs itself needs them pinned for good, and those of other nodes are not. So a hit with
+                # any of them gets zeros for references and a lease too short to overlap with: it is loaded by the sidecar,
+                # which checks.
+                refs = np.zeros((n * session.engine.world, 2), np.uint64)
+                deadlines.append(time.monotonic_ns() + FOREIGN_LOCATE_NS)
             session.table.records.set_slab_refs(request.ticket, refs)
-            return time.monotonic_ns() + FOREIGN_LOCATE_NS
-        refs = self._directory.locate(engine.namespace, request.keys[: n_local * L.KEY_BYTES])
-        session.table.records.set_slab_refs(request.ticket, refs)
-        return time.monotonic_ns() + int(self._lease_ttl_s * 1e9)
+        ticket.finish(L.State.DONE, n_done=n, deadline=min(deadlines, default=0))
 
     def _release(self, session: Session, number: int) -> None:
         held = session.leases.get(number & L.TICKET_INDEX_MASK)
@@ -149,11 +180,9 @@ class Dispatcher:
         if n_chunks < 1 or request.blocks.shape[1:] != (session.engine.blocks_per_chunk,):
             ticket.finish(L.State.FAILED, L.Code.BAD_REQUEST)
             return
-        try:
-            _check_blocks(request, port.target.layout)
-        except ProtocolViolation:
-            ticket.finish(L.State.FAILED, L.Code.BAD_REQUEST)
-            raise
+        if request.depth + n_chunks >= _DEPTHS:
+            raise ProtocolViolation(f"{n_chunks} chunks from depth {request.depth} on", "the client is broken")
+        _check_blocks(request, port.target.layout)
         lane = session.lane
         assert lane is not None
         if store:

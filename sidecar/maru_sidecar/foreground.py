@@ -42,6 +42,10 @@ def run(config: Config) -> int:
         manager.ready("opening the pool")  # the socket answers already; attaches wait for the pool
         log.info("listening on %s, instance %s", config.control.socket, sidecar.instance)
         sidecar.run()
+    if not sidecar.settled:  # the interpreter would wait for the threads that hang, and be killed in the end
+        log.error("threads hang in copies or attaches; ending without them")
+        logging.shutdown()
+        os._exit(1)
     log.info("stopped")
     return 0
 

@@ -22,6 +22,8 @@ from maru_sidecar.store_queue import PendingChunks, Writer
 from maru_sidecar.transfer.base import KvTarget, Peer, TransferEngine
 from maru_sidecar.transfer.cpu import CpuTransfer
 
+COPY_HANGS_S = 30.0  #: a slice of 16 MiB takes milliseconds; this one does not end any more
+
 
 @dataclass(frozen=True, slots=True)
 class Lane:
@@ -115,6 +117,10 @@ class Lanes:
         dead = [t.name for lane in self.all() for t in (lane.loader, lane.writer) if not t.alive]
         cpu = self._transfers.get("cpu")
         return dead + (cpu.dead_threads() if isinstance(cpu, CpuTransfer) else [])
+
+    def hanging_threads(self) -> list[str]:
+        """Names of the loaders and writers whose oldest copy has been in flight for longer than ``COPY_HANGS_S``."""
+        return [t.name for lane in self.all() for t in (lane.loader, lane.writer) if t.hangs(COPY_HANGS_S)]
 
     def close(self, timeout_s: float) -> bool:
         """Stop every thread after its copies in flight; False if one did not end in time (its engine is left alone then)."""

@@ -301,11 +301,17 @@ class RegionTable:
 
     # --- the two-phase commit of one slab ---------------------------------------------------------------------------------
     def begin_write(self, slab: int) -> None:
-        """WRITING under a new generation; after this the data may be written."""
+        """WRITING under a new generation, and no header any more; after this the data may be written.
+
+        Without its magic the old header, whose CRC is still right, cannot come to describe the new data, whatever state word
+        it is found with.
+        """
         failpoints.hit("commit.before_writing")
         generation = (self._words[slab >> 3] >> _STATE_BITS) + 1 & _GENERATION_MASK
         self._words[slab >> 3] = generation << _STATE_BITS | F.SlabState.WRITING
         order_fence()  # SYNC POINT: a reader that sees new data also sees that the slab changed
+        self._words[(slab >> 3) + 1] = 0  # the magic
+        order_fence()
         failpoints.hit("commit.after_writing")
 
     def check_right(self, slab: int) -> None:

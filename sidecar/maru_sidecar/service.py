@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -12,6 +11,7 @@ from maru_shm import layout as L
 from maru_shm import messages as M
 from maru_shm.errors import MaruError
 from maru_sidecar.control_server import Connection, ControlServer
+from maru_sidecar.descriptors import close_later
 from maru_sidecar.directory import Directory
 from maru_sidecar.engines import Refusal
 from maru_sidecar.poller import Poller
@@ -55,8 +55,7 @@ class ControlService:
         if isinstance(message, M.Attach):
             self._attach(connection, message, fds)
             return None
-        for fd in fds:
-            os.close(fd)
+        close_later(fds)
         if isinstance(message, _ADMIN) and not connection.is_admin:
             raise Refusal(
                 M.RefusalCode.NOT_AUTHORISED,
@@ -96,8 +95,7 @@ class ControlService:
     # --- attach and detach ------------------------------------------------------------------------------------------------
     def _attach(self, connection: Connection, message: M.Attach, fds: list[int]) -> None:
         if self._host.state in (L.SidecarState.DRAINING, L.SidecarState.STOPPED):
-            for fd in fds:
-                os.close(fd)
+            close_later(fds)
             raise Refusal(M.RefusalCode.DRAINING, "the sidecar is draining", "attach again when it has been restarted")
         sessions = self._host.sessions
         if sessions is None:  # sizing a large pool takes seconds; the client waits rather than start without a cache
@@ -112,8 +110,7 @@ class ControlService:
         sessions = self._host.sessions
         for connection, message, fds in early:
             if sessions is None or connection.hung_up:
-                for fd in fds:
-                    os.close(fd)
+                close_later(fds)
                 self.server.close_connection(connection)
                 continue
             try:
@@ -173,8 +170,7 @@ class ControlService:
     def close(self) -> None:
         self._admin.shutdown(wait=False, cancel_futures=True)
         for _, _, fds in self._early:
-            for fd in fds:
-                os.close(fd)
+            close_later(fds)
         self._early.clear()
 
 

@@ -27,6 +27,7 @@ from maru_shm.ring import SubmissionConsumer
 from maru_sidecar.config import Limits
 from maru_sidecar.control_server import Connection
 from maru_sidecar.copy_thread import WorkerPort
+from maru_sidecar.descriptors import close_later
 from maru_sidecar.directory import Directory
 from maru_sidecar.engines import Engine, EngineRegistry, Refusal
 from maru_sidecar.lanes import Lane, Lanes
@@ -158,7 +159,7 @@ class Sessions:
                 os.close(pidfd)
                 raise
         except BaseException:
-            _close_all(fds)
+            close_later(fds)
             raise
         opening = _Opening(self._serial, connection, message, engine, pidfd)
         self._opening[opening.session_id] = opening
@@ -199,13 +200,13 @@ class Sessions:
     def _open(self, opening: _Opening, fds: list[int]) -> _Opened:
         """In a worker thread: make the segment, import the KV cache."""
         ident, m = self._identity, opening.message
-        peer = Peer(opening.connection.pid, opening.pidfd)
+        peer = Peer(opening.connection.pid, opening.pidfd, opening.connection.uid)
         info = S.SegmentInfo(
             ident.generation, opening.session_id, _shape(m), ident.pid, peer.pid, ident.start_time, time.time_ns(),
             ident.instance, m.role,
         )  # fmt: skip
         with contextlib.ExitStack() as undo:
-            undo.callback(_close_all, fds)
+            undo.callback(close_later, fds)
             segment = S.create(info)
             undo.callback(segment.close)
             undo.callback(S.unlink, info.name)
@@ -215,7 +216,7 @@ class Sessions:
             undo.callback(os.close, pool_fd)
             lane, target = self._lanes.attach(m.layout, peer, fds) if m.layout is not None else (None, None)
             undo.pop_all()
-            _close_all(fds)
+            close_later(fds)
             return _Opened(segment, doorbell, pool_fd, lane, target)
 
     def _opened(self, opening: _Opening, future: Future[_Opened]) -> None:
@@ -234,7 +235,8 @@ class Sessions:
             self._discard(opening, opened)
             return
         segment = opened.segment
-        table = TicketTable(SidecarRecords(segment), self._counters, lambda: self._poller.call_soon(self._reap))
+        records = SidecarRecords(segment, max_keys=m.max_keys, max_blocks=m.max_blocks)
+        table = TicketTable(records, self._counters, lambda: self._poller.call_soon(self._reap))
         session = Session(
             opening.session_id, m, engine, connection, segment, SubmissionConsumer(segment), table, opened.doorbell,
             opening.pidfd, opened.lane,
@@ -246,7 +248,11 @@ class Sessions:
             self.registry.registered(engine, m.rank)
         segment.words[L.WORD_SIDECAR_STATE] = self.state
         self.live[session.id] = session
-        self._poller.register(session.doorbell, lambda _events: _drain(session.doorbell))
+        # Edge-triggered and never read: every ring is an edge, and a client that shares the descriptor's flags could make a
+        # read block.
+        self._poller.register(session.doorbell, lambda _events: None, select.EPOLLIN | select.EPOLLET)
+        # A client's socket may outlive it in a process that it forked.
+        self._poller.register(session.pidfd, lambda _events: self.end(session, "its process has ended"))
         self._announce_namespace(engine)
         log.info("%s attached: %s", session.name, connection)
         transfer = opened.lane.transfer.name if opened.lane else ""
@@ -298,9 +304,12 @@ class Sessions:
         )  # for this client; it need not wait for the hang-up
         self.ending[session.id] = session
         self._poller.unregister(session.doorbell)
+        self._poller.unregister(session.pidfd)
         m = session.attach
         self.registry.leave(session.engine, m.role, m.rank, session.id)
-        session.table.close()
+        for ticket in session.table.close():
+            if session.lane is None or ticket.request.op not in (L.Op.LOAD, L.Op.STORE):  # the lane's queues answer those
+                ticket.finish(L.State.FAILED, L.Code.ENGINE_GONE)
         self._directory.release_owner(session.id)
         session.leases.clear()
         S.unlink(session.segment.info.name)
@@ -380,14 +389,3 @@ def _refused(error: BaseException) -> M.Refused:
         return M.Refused(M.RefusalCode.FAILED, error.what, error.remedy)
     log.error("attach failed", exc_info=error)
     return M.Refused(M.RefusalCode.FAILED, f"attach failed: {type(error).__name__}", "see the sidecar's log")
-
-
-def _close_all(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
-    fds.clear()
-
-
-def _drain(doorbell: int) -> None:
-    with contextlib.suppress(BlockingIOError):
-        os.eventfd_read(doorbell)

@@ -96,6 +96,7 @@ def sections(sidecar: Sidecar) -> dict[str, object]:
             "connections": len(sidecar.server.connections),
             "connections_refused": sidecar.server.refused,
             "protocol_violations": sidecar.violations,
+            "deferred_calls_failed": sidecar.poller.failed,
         },
         "pool": _pool(sidecar, stats),
         "directory": stats,

@@ -241,3 +241,39 @@ def test_stopping_ends_every_job_that_is_left(bench: Bench) -> None:
     assert bench.loader.stop(30)
     assert bench.finished(waiting)[0] is L.State.FAILED
     assert not bench.table.outstanding
+
+
+# --- copies that do not end ---
+class Stuck:
+    """A copy that ends when the test says so."""
+
+    nbytes = SLAB
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def wait(self) -> None:
+        assert self.released.wait(60)
+
+
+def test_a_copy_that_does_not_end_shows(bench: Bench) -> None:
+    stuck = Stuck()
+
+    class Target:
+        slice_hint = 0
+        layout = bench.target.layout
+
+        def submit(self, direction: Direction, offsets: npt.NDArray[np.uint64], table: npt.NDArray[np.int32]) -> Copy:
+            return stuck
+
+        def close(self) -> None: ...
+
+    bench.writer.start()
+    assert not bench.writer.hangs(0.0)
+    job = bench.store(1, 1, Target())
+    bench.writer.put(job)
+    until(lambda: bench.writer.hangs(0.0), "the copy is seen to hang")
+    assert not bench.writer.hangs(3600.0)
+    stuck.released.set()
+    assert bench.finished(job) == (L.State.DONE, L.Code.OK, 1)
+    assert not bench.writer.hangs(0.0)

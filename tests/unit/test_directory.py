@@ -503,3 +503,40 @@ def test_random_damage_to_headers_never_stops_a_restart_and_never_serves_a_wrong
     assert store(pool, again, chain("b", 12)) == 12
     assert check_contents(pool, again, chain("b", 12)) == 12
     pool.close(clean=False)
+
+
+# --- what goes wrong in between ---
+def test_a_commit_that_fails_gives_the_slab_back(directory: Directory) -> None:
+    reservation = directory.reserve(
+        NAMESPACE, key("deep"), parent=ROOT, rank=0, world=1, depth=1 << 32, tokens=256, nbytes=NBYTES
+    )  # a depth that no header can say
+    assert isinstance(reservation, Reservation)
+    with pytest.raises(OverflowError):
+        reservation.commit(None)
+    reservation.abort()
+    stats = directory.stats()
+    assert (stats["slabs_writing"], stats["bytes_used"], stats["chunks"]) == (0, 0, 0)
+    assert isinstance(reserve(directory, key("deep")), Reservation)
+
+
+def test_a_lease_says_where_its_slabs_are_while_others_drop_them(pool: PoolFile, directory: Directory) -> None:
+    stop = threading.Event()
+
+    def drop() -> None:
+        while not stop.is_set():
+            directory.drop(NAMESPACE, key("k"), 0)
+
+    dropper = threading.Thread(target=drop)
+    dropper.start()
+    found = 0
+    try:
+        while found < 50:
+            store(pool, directory, key("k"))
+            lease, refs = directory.lease_located(NAMESPACE, key("k"), world=1, ttl_s=60, owner="me")
+            assert len(refs) == (lease.n if lease is not None else 0)
+            if lease is not None:
+                found += 1
+                directory.release(lease.id)
+    finally:
+        stop.set()
+        dropper.join()

@@ -200,3 +200,16 @@ def test_a_damaged_region_header_is_reported_and_the_region_can_be_used_again(ta
     again.begin_write(slab)
     assert again.state_word(slab) >> 8 > generation
     pool.close(clean=False)
+
+
+def test_a_slab_taken_again_has_no_header_until_its_data_is_there(table: RegionTable, pool: PoolFile) -> None:
+    slab = take(table)
+    commit(table, slab, header())
+    table.free(slab)
+    assert take(table) == slab
+    table.begin_write(slab)
+    # A state word that got lost, e.g. in a pool on a disk whose machine lost power, leaves no header that looks sound.
+    pool.bytes[slab : slab + 8] = (table.state_word(slab) & ~0xFF | F.SlabState.COMMITTED).to_bytes(8, "little")
+    found = table.scan(table.region_of(slab))
+    assert found is not None
+    assert found.committed == []

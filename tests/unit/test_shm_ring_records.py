@@ -260,3 +260,15 @@ def test_every_ticket_gets_exactly_one_answer_in_any_order_of_steps(steps: list[
         assert len(answered) == len(set(answered)) == served
     finally:
         ends.close()
+
+
+@pytest.mark.parametrize(("n_keys", "n_blocks"), [(3, 0), (2, 6)])
+def test_a_request_beyond_what_the_attach_agreed_on_is_refused_though_it_fits_its_cell(
+    ends: Ends, n_keys: int, n_blocks: int
+) -> None:
+    sidecar = SidecarRecords(ends.segment, max_keys=2, max_blocks=4)
+    fits = ends.client.post(L.Op.LOAD, KEYS, BLOCKS.tobytes())
+    assert sidecar.accept(fits).n_keys == 2
+    ticket = ends.client.post(L.Op.LOAD, bytes(16 * n_keys), bytes(4 * n_blocks))
+    with pytest.raises(ProtocolViolation, match="claims"):
+        sidecar.accept(ticket)
