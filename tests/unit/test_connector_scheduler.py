@@ -257,6 +257,9 @@ def test_a_lookup_that_is_not_answered_becomes_a_miss_and_its_late_lease_is_give
     one = request(200)
     world.half.on_new_request(one)
     assert world.ask(one) == (0, False)
+    end = time.monotonic() + 10
+    while not world.unanswered and time.monotonic() < end:
+        time.sleep(0.001)  # the miss does not wait for the peer to have seen the question
     session, posted = world.unanswered[0]
     world.granted.add(posted.ticket)
     session.records.complete(posted.ticket, L.State.DONE, n_done=3, deadline=time.monotonic_ns() + 10**10)
