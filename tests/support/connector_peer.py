@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -72,6 +73,9 @@ class Peer:
         self._listener.listen()
         self._pool = os.memfd_create("pool")
         self._stop = threading.Event()
+        # It shares an interpreter with a scheduler that spins for its answers: at the usual 5 ms it would hardly get a turn.
+        self._switch_interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-4)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -135,6 +139,7 @@ class Peer:
             return
         self._stop.set()
         self._thread.join()
+        sys.setswitchinterval(self._switch_interval)
         for session in self.sessions + self.lingering:
             session.close(unlink=unlink)
         self.sessions.clear()
