@@ -1,13 +1,21 @@
 """What a directory for many nodes costs: the real service and memory backend, synthetic clients, no sockets.
 
-    python bench/directory_sim.py [--chunks 100000 --chunks 1000000 --chunks 10000000] [--nodes 10 --nodes 100 --nodes 1000]
-                                  [--csv FILE] [--plot FILE]
+    python bench/directory_sim.py [--nodes 10 --nodes 100 --nodes 1000] [--chunks 100000 --chunks 1000000] [--largest 10000000]
+                                  [--csv FILE] [--json FILE] [--svg FILE]
+
+    python bench/directory_sim.py --nodes 1000 --chunks 1000000 --chunks 10000000 --largest 100000000 --json FILE --svg FILE
+                                  # 10⁸ chunks: 20 GiB of free memory and about six minutes
+
+It needs no more than numpy, msgspec and click beside this repository's own sources (shm, server) on ``PYTHONPATH``.
 
 Each cell (nodes × chunks) fills a directory through ``Service.answer`` with encoded messages (decode, check, look up, encode:
 everything but the socket, which ``server_rpc.py`` measures), then takes the cost of each verb. A region holds 1,024 chunks, so
 10⁷ chunks are 9,766 grants, and a lookup asks for 256 random chunks: up to 256 grants to explain, the worst case. The last
 rows are *extrapolated*: memory is linear in chunks and CPU time per verb is fitted as ``a + b·log10(chunks)`` (a larger
 dictionary misses caches more often) over the cells of the largest node count; they are marked so in the column ``how``.
+
+A cell that does not fit into the memory that is available is left out, one that is not filled within ``--budget-s`` is measured
+with what is in it by then; the largest wanted is extrapolated instead.
 
 The load that a node offers is stated, not measured: a heartbeat every 2 s, 2 lookups of 256 keys and 64 new chunks per second.
 """
@@ -17,7 +25,10 @@ from __future__ import annotations
 import csv
 import gc
 import itertools
+import json
 import os
+import platform
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +36,7 @@ from multiprocessing import get_context
 
 import click
 import numpy as np
+from svg_plot import Panel, Point, svg
 
 from maru_server import protocol as P
 from maru_server.cluster_state import Settings
@@ -35,6 +47,9 @@ from maru_server.service import Service
 BATCH = 256
 CHUNKS_PER_REGION = 1024
 HEARTBEATS_PER_S, LOOKUPS_PER_S, NEW_CHUNKS_PER_S = 0.5, 2.0, 64.0  #: per node
+MEMORY_PER_CHUNK = 190  #: bytes to have free per chunk: 170 to 181 are used, as dictionaries are fuller or emptier
+MEMORY_ASIDE = 1 << 30
+REPORT_S = 5.0
 _NAMESPACE = b"directory-sim-ns"
 _DEVICE = b"directory-sim-dv"
 
@@ -115,8 +130,42 @@ def _timed_us(client: Client, message: P.Request) -> float:
     return (time.process_time_ns() - start) / 1000
 
 
-def measure(n_nodes: int, n_chunks: int) -> Cell:
+def _available() -> int:
+    """Bytes that this machine can still give."""
+    with open("/proc/meminfo", encoding="ascii") as f:
+        return next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable:"))
+
+
+class Progress:
+    """A line on stderr every few seconds."""
+
+    def __init__(self, n_nodes: int, n_chunks: int) -> None:
+        self._name = f"{n_nodes} nodes, {n_chunks:,} chunks"
+        self._n_chunks = n_chunks
+        self._started = self._next = time.monotonic()
+
+    def told(self, done: int) -> float:
+        """Seconds since the start."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + REPORT_S
+            rate = done / max(now - self._started, 1e-6)
+            left = f", {(self._n_chunks - done) / rate:.0f} s left" if done else ""
+            gib = _rss() / 2**30
+            print(
+                f"{self._name}: {100 * done // self._n_chunks} %, {rate:,.0f}/s, {gib:.1f} GiB{left}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return now - self._started
+
+    def say(self, text: str) -> None:
+        print(f"{self._name}: {text}", file=sys.stderr, flush=True)
+
+
+def measure(n_nodes: int, n_chunks: int, budget_s: float) -> Cell:
     """Fill one directory and take its costs. Run in a process of its own: memory is this process's."""
+    progress = Progress(n_nodes, n_chunks)
     settings = Settings(lease_ms=400, grace_ms=0, heartbeat_ms=100)
     backend = MemoryBackend(settings)
     service = Service(backend, settings)
@@ -141,15 +190,21 @@ def measure(n_nodes: int, n_chunks: int) -> Cell:
     before, sample, register = _rss(), bytearray(), []
     slabs = np.zeros(BATCH, P.PLACE)
     slabs["generation"] = 1
-    for at in range(0, n_chunks, BATCH):
+    wanted = n_chunks
+    for at in range(0, wanted, BATCH):
+        if progress.told(at) > budget_s and at:
+            progress.say(f"{budget_s:.0f} s are over, measuring with {at:,} chunks")
+            n_chunks = at
+            break
         c, grant = owners[at // CHUNKS_PER_REGION]
-        n = min(BATCH, n_chunks - at)
+        n = min(BATCH, wanted - at)
         keys = os.urandom(16 * n)
         slabs["grant"], slabs["slab"] = grant, np.arange(at % CHUNKS_PER_REGION, at % CHUNKS_PER_REGION + BATCH)
         register.append(_timed_us(c, P.Register(_NAMESPACE, 0, keys, slabs[:n].tobytes())) / n)
-        if at % max(BATCH, n_chunks // 4000 // BATCH * BATCH) == 0:
+        if at % max(BATCH, wanted // 4000 // BATCH * BATCH) == 0:
             sample += keys
     used = _rss() - before - len(sample)
+    progress.say("filled; lookups, heartbeats, ticks")
 
     rng = np.random.default_rng(1)
     keys_seen = np.frombuffer(bytes(sample), "V16")
@@ -226,58 +281,84 @@ def extrapolate(cells: list[Cell], n_chunks: int) -> Cell:
 
 
 def plot(cells: list[Cell], path: str) -> None:
-    """Lookup cost and memory over chunks; needs matplotlib, which is not a dependency."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        click.echo("matplotlib is not installed: no plot", err=True)
-        return
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
-    for nodes in sorted({c.nodes for c in cells}):
-        mine = sorted((c for c in cells if c.nodes == nodes), key=lambda c: c.chunks)
-        left.plot([c.chunks for c in mine], [c.lookup_us_p50 for c in mine], marker="o", label=f"{nodes} nodes")
-        right.plot([c.chunks for c in mine], [c.total_gib for c in mine], marker="o", label=f"{nodes} nodes")
-    for axis, label in ((left, f"lookup of {BATCH} keys, p50, µs"), (right, "directory, GiB")):
-        axis.set(xscale="log", xlabel="chunks", ylabel=label)
-        axis.legend()
-    right.set(yscale="log")
-    figure.tight_layout()
-    figure.savefig(path)
+    """The scaling law as SVG: a lookup's cost, how many nodes one core serves, memory; each over the number of chunks."""
+
+    def panel(title: str, name: str, level: tuple[float, str] | None = None) -> Panel:
+        lines: dict[str, list[Point]] = {}
+        for c in cells:
+            if (value := float(getattr(c, name))) > 0:  # a tiny directory takes no page that was not there
+                lines.setdefault(f"{c.nodes:,} nodes", []).append(Point(c.chunks, value, c.how == "measured"))
+        return Panel(title, "chunks in the directory", lines, level)
+
+    most = max(c.nodes for c in cells)
+    panels = [
+        panel(f"lookup of {BATCH} keys: CPU µs, p50", "lookup_us_p50"),
+        panel("nodes that one core serves", "nodes_per_core", (most, f"{most:,} nodes: above, one maru-server; below, Redis")),
+        panel("directory: GiB", "total_gib"),
+    ]
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(svg(panels))
+
+
+def machine() -> dict[str, str | int]:
+    """Where the figures come from."""
+    with open("/proc/cpuinfo", encoding="utf-8") as f:
+        cpu = next((line.partition(":")[2].strip() for line in f if line.startswith("model name")), platform.machine())
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": cpu, "cores": os.cpu_count() or 0, "memory_gib": round(pages / 2**30), "kernel": platform.release(),
+        "python": platform.python_version(), "load_1m": round(os.getloadavg()[0], 2),
+    }  # fmt: skip
 
 
 @click.command()
 @click.option("--nodes", "node_counts", multiple=True, type=int, default=(10, 100, 1000), show_default=True)
 @click.option("--chunks", "chunk_counts", multiple=True, type=int, default=(100_000, 1_000_000), show_default=True)
-@click.option("--largest", default=10_000_000, show_default=True, help="Measured at the largest node count only (about 2 GiB).")
-@click.option("--extrapolate-to", default=100_000_000, show_default=True)
+@click.option("--largest", default=10_000_000, show_default=True, help="Measured at the largest node count only; 190 B each.")
+@click.option("--extrapolate-to", default=100_000_000, show_default=True, help="Unless that many are measured.")
+@click.option("--budget-s", default=400.0, show_default=True, help="For filling one directory.")
 @click.option("--csv", "csv_path", type=click.Path(dir_okay=False))
-@click.option("--plot", "plot_path", type=click.Path(dir_okay=False))
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Rows, machine and command line.")
+@click.option("--svg", "svg_path", type=click.Path(dir_okay=False), help="The scaling law.")
 def main(
     *,
     node_counts: tuple[int, ...],
     chunk_counts: tuple[int, ...],
     largest: int,
     extrapolate_to: int,
+    budget_s: float,
     csv_path: str | None,
-    plot_path: str | None,
+    json_path: str | None,
+    svg_path: str | None,
 ) -> None:
+    """What a directory for many nodes costs."""
+    told = machine()
     wanted = [(n, c) for n in node_counts for c in chunk_counts]
     if largest > max(chunk_counts):
         wanted.append((max(node_counts), largest))
     cells = []
     for n_nodes, n_chunks in wanted:
+        need = n_chunks * MEMORY_PER_CHUNK + MEMORY_ASIDE
+        if need > (available := _available()):
+            click.echo(f"{n_chunks:,} chunks want {need >> 20:,} MiB, {available >> 20:,} are available: left out", err=True)
+            continue
         with get_context("spawn").Pool(1) as pool:  # a fresh process per cell: memory is not returned
-            cells.append(pool.apply(measure, (n_nodes, n_chunks)))
-        click.echo(f"{n_nodes} nodes, {n_chunks} chunks: done", err=True)
-    cells.append(extrapolate(cells, extrapolate_to))
+            cells.append(pool.apply(measure, (n_nodes, n_chunks, budget_s)))
+    if not cells:
+        raise click.ClickException("no cell fits into memory")
+    if extrapolate_to > max(c.chunks for c in cells):
+        cells.append(extrapolate(cells, extrapolate_to))
     rows = [dict(asdict(c)) for c in cells]
     if csv_path:
         with open(csv_path, "w", encoding="utf-8", newline="") as f:
             writer = csv.DictWriter(f, list(rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-    if plot_path:
-        plot(cells, plot_path)
+    if json_path:
+        with open(json_path, "w", encoding="utf-8") as f:
+            json.dump({"machine": told, "command": sys.argv, "rows": rows}, f, indent=1)
+    if svg_path:
+        plot(cells, svg_path)
     click.echo(render([{k: row[k] for k in row} for row in rows], Format.TABLE))
 
 

@@ -208,6 +208,7 @@ def run_demo(description: str, pool: str, time_limit_s: int, demo: Callable[[Pat
         raise SystemExit(f"demo: FAILED: {e}") from e
     finally:
         signal.alarm(0)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(pool)  # a pool outlives its sidecar by design; the demo's has no further use
+        for path in (pool, f"{pool}.lock"):  # a pool outlives its sidecar by design; the demo's has no further use
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
     say(f"passed in {time.monotonic() - started:.0f} s: identical answers, every hit as long as possible, nothing left behind")

@@ -32,9 +32,9 @@ def demo(model: Path, texts: dict[str, str], directory: Path) -> None:
             engines.append(runs.start_engine(model, shared.a, directory, "cold"))
             rows = runs.run_cold(engines[0], texts)
             engines[0].stop()
-            published = shared.sharing(shared.a)["slabs_published"]
-            shared.wait("everything stored is announced", shared.a, "keys_announced", published)
-            say(f"engine A ended; sidecar A has announced {published} chunks")
+            expected = sum(row.possible for row in rows) // runs.CHUNK_TOKENS
+            shared.wait("everything stored is announced", shared.a, "keys_announced", expected)
+            say(f"engine A ended; sidecar A has announced {expected} chunks")
             engines.append(runs.start_engine(model, shared.b, directory, "warm"))
             runs.run_warm(engines[1], rows)
             found = shared.sharing(shared.b)["chunks_found"]
@@ -46,7 +46,6 @@ def demo(model: Path, texts: dict[str, str], directory: Path) -> None:
         pids = shared.pids
     runs.print_table(rows, bytes_per_token)
     runs.check(rows)
-    expected = sum(row.possible for row in rows) // runs.CHUNK_TOKENS
     if found < expected:
         raise DemoFailed(f"sidecar B found {found} chunks at the server, {expected} were there")
     say(f"sidecar B loaded {expected} chunks out of regions of sidecar A")

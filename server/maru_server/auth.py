@@ -64,16 +64,23 @@ def read_token(path: str | None) -> str | None:
     """
     credential = os.path.join(os.environ.get("CREDENTIALS_DIRECTORY", "/nonexistent"), "maru-token")
     chosen = path or os.environ.get("MARU_SERVER_TOKEN_FILE") or (credential if os.path.exists(credential) else None)
-    if chosen is None:
-        return None
+    return None if chosen is None else token_in(chosen)
+
+
+def token_in(path: str) -> str:
+    """The token in a file. Raises :class:`ConfigError` if it cannot be read, is too short, or others may read it."""
     try:
-        mode = os.stat(chosen).st_mode
-        with open(chosen, encoding="utf-8") as f:
+        mode = os.stat(path).st_mode
+        with open(path, encoding="utf-8") as f:
             token = f.read().strip()
     except OSError as e:
-        raise ConfigError(f"token file {chosen}: {e.strerror or e}", "create it: maru-server token > FILE") from e
+        raise ConfigError(f"token file {path}: {e.strerror or e}", "create it: maru-server token > FILE") from e
     if mode & (stat.S_IRWXO | stat.S_IWGRP):
-        raise ConfigError(f"token file {chosen} has mode {stat.S_IMODE(mode):o}", f"chmod 600 {chosen}")
+        raise ConfigError(f"token file {path} has mode {stat.S_IMODE(mode):o}", f"chmod 600 {path}")
+    if len(token) < TOKEN_CHARS_MIN:
+        raise ConfigError(
+            f"the token in {path} has {len(token)} characters", f"use at least {TOKEN_CHARS_MIN}: maru-server token"
+        )
     return token
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from maru_server import __version__
-from maru_server.auth import new_token, read_token
+from maru_server.auth import new_token, read_token, token_in
 from maru_server.backend import Backend
 from maru_server.client import DirectoryClient
 from maru_server.cluster_state import Settings
@@ -22,6 +22,7 @@ from maru_server.memory import MemoryBackend
 from maru_server.render import Format, Row, render, rows_of
 from maru_server.server import Server, stop_on_signals
 from maru_shm.errors import ConfigError, MaruError
+from maru_shm.http import parse_address
 from maru_shm.layout import KEY_BYTES
 
 _FORMAT = click.option("--format", "form", type=click.Choice([f.value for f in Format]), default="table", show_default=True)
@@ -87,6 +88,10 @@ def main() -> None:
 @click.option(
     "--max-keys", type=click.IntRange(1), default=Settings().max_keys, show_default=True, help="About 170 bytes of memory each."
 )
+@click.option("--http", "http_address", default="", help="Show /healthz /readyz /metrics /status /version on HOST:PORT. [off]")
+@click.option(
+    "--http-token-file", type=click.Path(), help="Bearer token of the pages (not the cluster's); required off loopback."
+)
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True)
 @_fails_with_one_line
 def run(
@@ -96,6 +101,8 @@ def run(
     store: str,
     prefix: str,
     state_dir: str | None,
+    http_address: str,
+    http_token_file: str | None,
     log_level: str,
     **times: int,
 ) -> None:
@@ -107,12 +114,18 @@ def run(
             f"heartbeat of {settings.heartbeat_ms} ms and lease of {settings.lease_ms} ms",
             "make the lease at least two heartbeats",
         )
+    http = parse_address(http_address) if http_address else None
+    http_token = token_in(http_token_file) if http_token_file else None
     server = Server(
-        _backend(store, settings, prefix, state_dir), settings, listen or (DEFAULT_ENDPOINT,), read_token(token_file)
-    )
+        _backend(store, settings, prefix, state_dir), settings, listen or (DEFAULT_ENDPOINT,), read_token(token_file),
+        http=http, http_token=http_token,
+    )  # fmt: skip
     stop_on_signals(server)  # before anybody is told that it runs
     for endpoint in server.endpoints:
         click.echo(f"listening on {endpoint}")
+    if server.http is not None:
+        host, port = server.http.address
+        click.echo(f"pages on http://{f'[{host}]' if ':' in host else host}:{port}")
     sys.stdout.flush()
     server.run()
 
@@ -155,11 +168,24 @@ def ping(client: DirectoryClient) -> None:
 @_asks_a_server
 def stats(client: DirectoryClient, form: str) -> None:
     """Counters of the server process and its directory."""
-    values: Row = dict(client.stats())
+    values: Row = {name: value for name, value in client.stats().items() if not name.startswith("ops.")}
     if form == Format.TABLE:
         click.echo(render([{"name": k, "value": v} for k, v in values.items()], Format.TABLE))
     else:
         click.echo(render([values], Format(form)))
+
+
+@main.command()
+@_FORMAT
+@_asks_a_server
+def ops(client: DirectoryClient, form: str) -> None:
+    """Requests by verb since the server started, and their mean time inside it."""
+    rows: dict[str, Row] = {}
+    for name, value in client.stats().items():
+        if name.startswith("ops."):
+            _, verb, field = name.split(".")
+            rows.setdefault(verb, {"verb": verb})[field] = value
+    click.echo(render(list(rows.values()), Format(form), ["verb", "requests", "mean_seconds"]))
 
 
 @main.command()

@@ -1,4 +1,4 @@
-"""The server's socket and loop: one thread, one ROUTER, a tick every 100 ms."""
+"""The server's sockets and loop: one thread, one ROUTER, HTTP if asked for, a tick every 100 ms."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from maru_server import protocol as P
 from maru_server.auth import guard_server, require_token
 from maru_server.backend import Backend
 from maru_server.cluster_state import Settings
+from maru_server.http import HttpFront
 from maru_server.lease import boottime_ns
 from maru_server.notify import notify, watchdog_ms
+from maru_server.pages import Pages
 from maru_server.service import Service
 from maru_shm.errors import ConfigError
 
@@ -29,7 +31,19 @@ _PENDING = 4096  # messages per peer that libzmq queues
 class Server:
     """Binds at construction (raises :class:`ConfigError` for an address that cannot be bound), serves in :meth:`run`."""
 
-    def __init__(self, backend: Backend, settings: Settings, endpoints: Sequence[str], token: str | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        settings: Settings,
+        endpoints: Sequence[str],
+        token: str | None = None,
+        *,
+        http: tuple[str, int] | None = None,
+        http_token: str | None = None,
+    ) -> None:
+        """``http``: where to show pages (``pages.py``); off loopback only with ``http_token``, which must not be ``token``."""
+        if token is not None and http_token == token:
+            raise ConfigError("the HTTP token is the cluster's token", "use another: HTTP sends it in clear")
         for endpoint in endpoints:
             require_token(endpoint, token)
         self._backend = backend
@@ -45,7 +59,9 @@ class Server:
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)  # finds connections that a cut link left half open
         self._authenticator = guard_server(self._context, self._socket, token) if token is not None else None
-        self.endpoints = []
+        self.endpoints: list[str] = []
+        self._pages = Pages(self._service, backend, self.endpoints)
+        self.http: HttpFront | None = None
         try:
             for endpoint in endpoints:
                 self._socket.bind(endpoint)
@@ -55,6 +71,12 @@ class Server:
             raise ConfigError(
                 f"cannot bind {endpoint}: {e.strerror}", "choose another address, or stop what listens there"
             ) from e
+        if http is not None:
+            try:
+                self.http = self._pages.front = HttpFront(http, self._pages.page, token=http_token)
+            except ConfigError:
+                self.close()
+                raise
         self._wake_r, self._wake_w = socket.socketpair()
         self._wake_w.setblocking(False)
         self._stop = False
@@ -72,6 +94,8 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_r.fileno(), zmq.POLLIN)
+        if self.http is not None:
+            self.http.join(poller)
         notify("READY=1\nSTATUS=serving on " + " ".join(self.endpoints))
         watchdog = watchdog_ms()
         next_tick = next_idle = next_watchdog = boottime_ns()
@@ -87,8 +111,12 @@ class Server:
                 if watchdog and now >= next_watchdog:
                     notify("WATCHDOG=1")
                     next_watchdog = now + watchdog * 1_000_000
-                if dict(poller.poll(max(0, (next_tick - boottime_ns()) // 1_000_000 + 1))).get(self._socket):
+                ready = dict(poller.poll(max(0, (next_tick - boottime_ns()) // 1_000_000 + 1)))
+                if ready.pop(self._socket, 0):
                     self._serve_burst()
+                if self.http is not None:
+                    for descriptor in ready:
+                        self.http.ready(descriptor)
         finally:
             notify("STOPPING=1")
             self.close()
@@ -96,8 +124,12 @@ class Server:
     def _tick(self) -> None:
         try:
             self._backend.tick()
-        except Exception:
+            self._pages.tick_failed = ""
+        except Exception as e:
             log.exception("tick failed; it is tried again")
+            self._pages.tick_failed = f"the last tick failed: {type(e).__name__}"
+        if self.http is not None:
+            self.http.tick()
 
     def _serve_burst(self) -> None:
         for _ in range(_BURST):
@@ -115,6 +147,8 @@ class Server:
 
     def close(self) -> None:
         self._socket.close()
+        if self.http is not None:
+            self.http.close()
         if self._authenticator is not None:
             self._authenticator.stop()
             self._authenticator = None

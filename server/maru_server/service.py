@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -19,6 +20,7 @@ from maru_server.backend import Backend, Keys, Table
 from maru_server.cluster_state import Settings
 from maru_server.errors import BackendUnavailable, ServerRefused
 from maru_server.lease import boottime_ns
+from maru_server.metrics import RequestMetrics
 from maru_server.places import grant_ids
 from maru_server.protocol import ErrorCode
 from maru_shm.layout import KEY_BYTES
@@ -65,8 +67,7 @@ class Service:
         self._sessions: dict[bytes, Session] = {}
         self.instance = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._started_ns = boottime_ns()
-        self._requests = 0
-        self._refused = 0
+        self.metrics = RequestMetrics(kind.__name__ for kind in get_args(P.Request))
         self._handlers: dict[type[Any], Callable[[Session, Any], P.Reply]] = {
             P.Heartbeat: self._heartbeat,
             P.Leave: self._leave,
@@ -93,21 +94,26 @@ class Service:
     # --- frames ----------------------------------------------------------------------------------------------------------
     def answer(self, identity: bytes, frames: list[bytes]) -> list[bytes] | None:
         """The reply's two frames for a message's frames; None for something that is not even ours to answer."""
-        self._requests += 1
+        started = time.perf_counter_ns()
         header = frames[0] if frames else b""
         if len(header) != P.HEADER.size or header[:4] != P.MAGIC:
+            self.metrics.answered("unknown", time.perf_counter_ns() - started)
             return None
         _, protocol, _, request_id, epoch = P.HEADER.unpack(header)
-        reply = self._reply(identity, protocol, epoch, frames)
+        verb, reply = self._reply(identity, protocol, epoch, frames)
         if isinstance(reply, P.Error):
-            self._refused += 1
+            self.metrics.refused(reply.code)
         try:
             now_epoch = self._backend.epoch()
         except BackendUnavailable:
             now_epoch = 0
-        return [P.HEADER.pack(P.MAGIC, P.PROTOCOL, 0, request_id, now_epoch), P.encoder.encode(reply)]
+        answer = [P.HEADER.pack(P.MAGIC, P.PROTOCOL, 0, request_id, now_epoch), P.encoder.encode(reply)]
+        self.metrics.answered(verb, time.perf_counter_ns() - started)
+        return answer
 
-    def _reply(self, identity: bytes, protocol: int, epoch: int, frames: list[bytes]) -> P.Reply:
+    def _reply(self, identity: bytes, protocol: int, epoch: int, frames: list[bytes]) -> tuple[str, P.Reply]:
+        """The request's verb and the reply to it."""
+        verb = "unknown"
         try:
             if not P.PROTOCOL_MIN <= protocol <= P.PROTOCOL:
                 raise self._version(protocol, protocol)
@@ -115,16 +121,18 @@ class Service:
                 raise _refuse(f"message of {len(frames)} frames", "a header and a body")
             if len(frames[1]) > P.MAX_MESSAGE:
                 raise ServerRefused(ErrorCode.TOO_LARGE, f"body of {len(frames[1])} bytes", f"at most {P.MAX_MESSAGE}")
-            return self._dispatch(identity, epoch, P.to_server.decode(frames[1]))
+            message = P.to_server.decode(frames[1])
+            verb = type(message).__name__
+            return verb, self._dispatch(identity, epoch, message)
         except msgspec.MsgspecError as e:
-            return P.Error(ErrorCode.BAD_MESSAGE, f"request not understood: {e}", "run the same release on both sides")
+            return verb, P.Error(ErrorCode.BAD_MESSAGE, f"request not understood: {e}", "run the same release on both sides")
         except ServerRefused as e:
-            return P.Error(e.code, e.what, e.remedy, e.retry_ms)
+            return verb, P.Error(e.code, e.what, e.remedy, e.retry_ms)
         except BackendUnavailable as e:
-            return P.Error(ErrorCode.BACKEND, e.what, e.remedy, self._settings.heartbeat_ms)
+            return verb, P.Error(ErrorCode.BACKEND, e.what, e.remedy, self._settings.heartbeat_ms)
         except Exception as e:
             log.exception("request failed")
-            return P.Error(ErrorCode.INTERNAL, f"the server failed: {type(e).__name__}", "see its log")
+            return verb, P.Error(ErrorCode.INTERNAL, f"the server failed: {type(e).__name__}", "see its log")
 
     @staticmethod
     def _version(low: int, high: int) -> ServerRefused:
@@ -299,17 +307,23 @@ class Service:
         return P.KeyPage(b"".join(keys), places, self._backend.infos(grant_ids(places)), more)
 
     def _stats(self, _session: Session, _m: P.GetStats) -> P.Reply:
-        values: dict[str, int | float | str] = {
+        return P.Stats(self.own_stats() | {"epoch": self._backend.epoch()} | self._backend.stats() | self.operations())
+
+    def own_stats(self) -> dict[str, int | float | str]:
+        """What this process knows of itself, without asking the backend."""
+        return {
             "version": __version__,
             "backend": self._backend.name,
             "instance": self.instance,
-            "epoch": self._backend.epoch(),
             "uptime_seconds": round((boottime_ns() - self._started_ns) / 1e9, 1),
             "sessions": len(self._sessions),
-            "requests_total": self._requests,
-            "errors_total": self._refused,
+            "requests_total": self.metrics.total,
+            "errors_total": self.metrics.total_refused,
         }
-        return P.Stats(values | self._backend.stats())
+
+    def operations(self) -> dict[str, int | float | str]:
+        """``ops.VERB.requests`` and ``ops.VERB.mean_seconds`` of the verbs that were asked for."""
+        return {f"ops.{verb}.{name}": n for verb, values in self.metrics.by_verb().items() for name, n in values.items()}
 
     def _reset(self, _session: Session, m: P.Reset) -> P.Reply:
         if m.namespace:

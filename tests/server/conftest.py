@@ -22,14 +22,25 @@ def cluster_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="module", params=["memory", "redis", "redis-cluster"])
+@pytest.fixture(scope="session")
+def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with redis_on_socket(tmp_path_factory.mktemp("valkey"), "valkey") as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def valkey_cluster_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with redis_cluster(tmp_path_factory.mktemp("valkey-cluster"), "valkey") as url:
+        yield url
+
+
+_URLS = {"redis": "redis_url", "redis-cluster": "cluster_url", "valkey": "valkey_url", "valkey-cluster": "valkey_cluster_url"}
+
+
+@pytest.fixture(scope="module", params=["memory", *_URLS])
 def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     """A server on each backend; tests of one module share it and bring their own nodes, devices and namespaces."""
-    store = "memory"
-    if request.param == "redis":
-        store = request.getfixturevalue("redis_url")
-    elif request.param == "redis-cluster":
-        store = request.getfixturevalue("cluster_url")
+    store = "memory" if request.param == "memory" else request.getfixturevalue(_URLS[request.param])
     prefix = request.module.__name__
     with ExitStack() as stack:
         yield stack.enter_context(server_process(store=store, extra=("--prefix", prefix)))

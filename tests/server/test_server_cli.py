@@ -55,6 +55,17 @@ def test_every_view_comes_as_table_json_and_csv_with_the_same_content(busy: tupl
     assert len(table) >= len(rows) + 1
 
 
+def test_operations_are_counted_by_verb_with_their_time(busy: tuple[str, bytes]) -> None:
+    endpoint, _ = busy
+    rows = {row["verb"]: row for row in json.loads(call(endpoint, "ops", "--format", "json").output)}
+    assert rows["Register"]["requests"] == 1
+    assert rows["Register"]["mean_seconds"] > 0
+    assert "Pin" not in rows
+    text = list(csv.DictReader(io.StringIO(call(endpoint, "ops", "--format", "csv").output)))
+    assert {row["verb"] for row in text} >= {"Hello", "AllocRegions", "Register", "GetStats"}
+    assert call(endpoint, "ops").output.startswith("verb")
+
+
 def test_keys_of_a_namespace_say_where_they_lie(busy: tuple[str, bytes]) -> None:
     endpoint, namespace = busy
     rows = json.loads(call(endpoint, "keys", "--namespace", namespace.hex(), "--format", "json", "--limit", "3").output)

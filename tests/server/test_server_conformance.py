@@ -111,6 +111,46 @@ def test_namespaces_do_not_see_each_other(a: Node, namespace: bytes) -> None:
     assert a.client.exists(os.urandom(16), 0, keys) == [False]
 
 
+def test_every_verb_takes_a_single_key_and_a_batch(a: Node) -> None:
+    """What Maru has as a verb for one and another for many is one here: a batch of one."""
+    namespace = os.urandom(16)
+    [grant] = a.alloc(device=a.device())
+    for n in (1, 7):
+        keys = keys_of(n)
+        assert a.client.exists(namespace, 0, keys) == [False] * n
+        assert a.register(namespace, keys, grant, first_slab=n) == [Outcome.REGISTERED] * n
+        assert a.client.exists(namespace, 0, keys) == [True] * n
+        assert len(a.client.lookup(namespace, 0, keys)) == n
+        pinned = a.client.pin(namespace, 0, keys, 2000)
+        assert len(pinned) == n
+        assert a.client.delete(namespace, 0, keys) == [Outcome.PINNED] * n
+        assert a.client.unpin(pinned.pin) == n
+        assert a.client.delete(namespace, 0, keys) == [Outcome.DELETED] * n
+        assert a.client.exists(namespace, 0, keys) == [False] * n
+    more = a.alloc(3, device=grant.device)
+    assert (a.client.free(more), a.client.free([grant])) == (3, 1)
+
+
+def test_stats_count_what_there_is_and_what_was_asked(a: Node) -> None:
+    before = a.client.stats()
+    [grant] = a.alloc(device=a.device())
+    namespace, keys = os.urandom(16), keys_of(5)
+    a.register(namespace, keys, grant)
+    a.client.lookup(namespace, 0, keys)
+    after = a.client.stats()
+
+    def rise(name: str) -> float:
+        return float(after[name]) - float(before.get(name, 0))
+
+    assert {n: rise(n) for n in ("keys", "tables", "devices", "keys_registered_total")} == {
+        "keys": 5, "tables": 1, "devices": 1, "keys_registered_total": 5,
+    }  # fmt: skip
+    assert rise("keys_looked_up_total") == 5
+    assert rise("ops.Register.requests") == rise("ops.Lookup.requests") == 1
+    assert after["nodes"] >= 1
+    assert a.client.epoch == after["epoch"]
+
+
 def test_an_empty_batch_is_answered(a: Node, namespace: bytes) -> None:
     assert len(a.client.lookup(namespace, 0, b"")) == 0
     assert a.client.delete(namespace, 0, b"") == []
