@@ -6,8 +6,9 @@ Run on a machine with an NVIDIA GPU and torch, from the repository root::
 
 A second process owns the KV cache (32 layers, layer-outermost, one buffer), this one is the sidecar. Each row is one prompt of
 1,024 blocks: wall-clock GB/s, the share of the flat figure of the same run, descriptors, and CPU milliseconds spent planning
-and submitting. Tables: *scattered* ids, *runs* of 16 (one chunk each), *consecutive* ids. *sliced*: 64 MiB per submission, two
-in flight, as the daemon does.
+and submitting. Slabs fall in address from chunk to chunk, as in a pool. Tables: *scattered* ids, *runs* of 16 (one chunk
+each), *rising* and *falling* ids (vLLM hands blocks out in the order in which an earlier request got them, or the reverse).
+*sliced*: as the daemon does, two slices in flight; *whole*: one submission.
 """
 
 from __future__ import annotations
@@ -63,9 +64,15 @@ def tables(num_blocks: int) -> dict[str, Table]:
         for name, ids in (
             ("scattered", rng.permutation(num_blocks)[:BLOCKS]),
             ("runs of 16", (starts[:, None] + np.arange(PER_CHUNK)).reshape(-1)),
-            ("consecutive", np.arange(BLOCKS)),
+            ("rising", np.arange(BLOCKS)),
+            ("falling", np.arange(BLOCKS)[::-1]),
         )
     }
+
+
+def _falling(slab_bytes: int) -> npt.NDArray[np.uint64]:
+    """Where the slabs of the prompt lie, in chunk order."""
+    return np.arange(BLOCKS // PER_CHUNK, dtype=np.uint64)[::-1] * np.uint64(slab_bytes)
 
 
 def whole(target: CudaTarget, direction: Direction, offsets: npt.NDArray[np.uint64], table: Table) -> Callable[[], None]:
@@ -73,15 +80,20 @@ def whole(target: CudaTarget, direction: Direction, offsets: npt.NDArray[np.uint
 
 
 def sliced(target: CudaTarget, direction: Direction, offsets: npt.NDArray[np.uint64], table: Table) -> Callable[[], None]:
-    """Submissions of SLICE bytes, two in flight."""
-    chunks = max(1, SLICE // (PER_CHUNK * target.layout.block_bytes))
+    """As the daemon cuts them: loads by layers where those have allocations of their own, else by chunks; two in flight."""
+    size = max(SLICE, target.slice_hint)
+    parts = target.parts if direction is Direction.LOAD else 1
+    chunks = parts * max(1, size // (PER_CHUNK * target.layout.block_bytes))
 
     def run() -> None:
         flying: deque[CudaCopy] = deque()
         for at in range(0, len(table), chunks):
-            if len(flying) == 2:
-                flying.popleft().wait()
-            flying.append(target.submit(direction, offsets[at : at + chunks], table[at : at + chunks]))
+            span = slice(at, at + chunks)
+            cut = min(parts, max(1, -(-len(table[span]) * parts // chunks)))
+            for part in range(cut):
+                if len(flying) == 2:
+                    flying.popleft().wait()
+                flying.append(target.submit(direction, offsets[span], table[span], part=part, parts=cut))
         for copy in flying:
             copy.wait()
 
@@ -150,7 +162,7 @@ class Bench:
     def measure(self, piece: int, num_blocks: int, note: str = "", *, allocations: int = 1) -> None:
         target = self.attach(num_blocks, piece, allocations=allocations)
         nbytes = BLOCKS * LAYERS * piece
-        offsets = np.arange(BLOCKS // PER_CHUNK, dtype=np.uint64) * np.uint64(PER_CHUNK * LAYERS * piece)
+        offsets = _falling(PER_CHUNK * LAYERS * piece)
         for direction in Direction:
             flat = self.flat(target, direction, nbytes)
             for name, table in tables(num_blocks).items():
@@ -187,8 +199,7 @@ class Bench:
         rates: dict[str, float] = {}
 
         def loop(direction: Direction, base: int) -> None:
-            offsets = np.uint64(base) + np.arange(len(table), dtype=np.uint64) * np.uint64(PER_CHUNK * LAYERS * piece)
-            run = sliced(target, direction, offsets, table)
+            run = sliced(target, direction, np.uint64(base) + _falling(PER_CHUNK * LAYERS * piece), table)
             start = time.perf_counter()
             for _ in range(8):
                 run()
@@ -214,8 +225,7 @@ class Bench:
             moved = [0]
 
             def copy(direction: Direction, base: int, stop: threading.Event = stop, moved: list[int] = moved) -> None:
-                offsets = np.uint64(base) + np.arange(len(table), dtype=np.uint64) * np.uint64(PER_CHUNK * LAYERS * piece)
-                run = sliced(target, direction, offsets, table)
+                run = sliced(target, direction, np.uint64(base) + _falling(PER_CHUNK * LAYERS * piece), table)
                 while not stop.is_set():
                     run()
                     moved[0] += BLOCKS * LAYERS * piece

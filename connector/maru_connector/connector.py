@@ -160,7 +160,7 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         layers = layout.placed_layers(self._kv_caches, self._layout.num_blocks)
         block_bytes, device = self._layout.block_bytes, next(iter(self._kv_caches.values())).device
         try:
-            copier = _copier(distinct(layers), block_bytes, device)
+            copier = _copier(distinct(layers), device)
         except MaruError as e:
             logger.warning("maru: maru.layerwise_overlap is not available on this engine (%s).", e)
             return None
@@ -294,12 +294,12 @@ def _calls_layer_hooks(forward_context: Any) -> bool:
     return isinstance(metadata, dict) and bool(metadata) and getattr(mode, "name", "FULL") in ("NONE", "PIECEWISE")
 
 
-def _copier(layers: Sequence[tuple[PlacedPlane, ...]], block_bytes: int, device: Any) -> LayerCopier:
+def _copier(layers: Sequence[tuple[PlacedPlane, ...]], device: Any) -> LayerCopier:
     if device.type == "cuda":
         from maru_connector.overlap_cuda import CudaCopier, torch_engine  # loads the driver: only where a GPU is
 
-        return CudaCopier(layers, block_bytes, torch_engine(device.index if device.index is not None else 0))
-    return HostCopier(layers, block_bytes)
+        return CudaCopier(layers, torch_engine(device.index if device.index is not None else 0))
+    return HostCopier(layers)
 
 
 __all__ = ["MaruSidecarConnector", "Options"]

@@ -85,8 +85,8 @@ def describe(kv_caches: Mapping[str, Any], num_blocks: int, block_tokens: int) -
         meanings.append(f"{_pattern(name)} {meaning}")
         if len(planes) > MAX_PLANES:
             raise AttachRefused(f"KV cache needs more than {MAX_PLANES} planes", "use a layout with blocks outside heads")
-    merged = tuple(KvPlane(p.region, p.offset, p.stride, p.piece, p.layer) for p in _merge(planes))
-    layout = KvLayout(num_blocks, block_tokens, merged, tuple(regions), _signature(meanings))
+    joined = tuple(_joined(run) for run in _runs(planes))
+    layout = KvLayout(num_blocks, block_tokens, joined, tuple(regions), _signature(meanings))
     try:
         layout.check()
     except ProtocolViolation as e:
@@ -95,25 +95,32 @@ def describe(kv_caches: Mapping[str, Any], num_blocks: int, block_tokens: int) -
 
 
 def placed_layers(kv_caches: Mapping[str, Any], num_blocks: int) -> dict[str, tuple[PlacedPlane, ...]]:
-    """Each layer's planes at this process's own addresses, and where its pieces lie in a block of a slab.
+    """Each layer's pieces at this process's own addresses, and where they lie in a slab of :func:`describe`'s layout.
 
     Layers that share one tensor have equal planes. Raises :class:`AttachRefused` where :func:`describe` does.
     """
-    placed: dict[str, tuple[PlacedPlane, ...]] = {}
-    seen: dict[tuple[object, ...], tuple[PlacedPlane, ...]] = {}
-    slab_offset = 0
+    planes: list[_Plane] = []  # ``region``: the storage's address
+    number: dict[tuple[object, ...], int] = {}  # of each distinct tensor
     for name in sorted(kv_caches, key=_natural):
         tensor = kv_caches[name]
         identity = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
-        if identity not in seen:
-            base = tensor.untyped_storage().data_ptr()
-            planes = []
-            for p in _planes_of(name, tensor, num_blocks, 0, len(seen))[0]:
-                planes.append(PlacedPlane(base, base + p.offset, slab_offset, p.stride, p.piece))
-                slab_offset += p.piece
-            seen[identity] = tuple(planes)
-        placed[name] = seen[identity]
-    return placed
+        if identity not in number:
+            number[identity] = len(number)
+            planes += _planes_of(name, tensor, num_blocks, tensor.untyped_storage().data_ptr(), number[identity])[0]
+    placed: list[list[PlacedPlane]] = [[] for _ in number]
+    slab_offset = 0
+    for run in _runs(planes):
+        whole, within = sum(p.piece for p in run), 0
+        for p in run:
+            placed[p.layer].append(
+                PlacedPlane(p.region, p.region + p.offset, slab_offset, p.stride, p.piece, slab_step=whole, within=within)
+            )
+            within += p.piece
+        slab_offset += whole
+    return {
+        name: tuple(placed[number[tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())]])
+        for name, tensor in kv_caches.items()
+    }
 
 
 def _planes_of(name: str, tensor: Any, num_blocks: int, region: int, layer: int) -> tuple[list[_Plane], str]:
@@ -161,23 +168,32 @@ def _block_dim(name: str, shape: Sequence[int], num_blocks: int) -> int:
     )
 
 
-def _merge(planes: list[_Plane]) -> list[_Plane]:
-    """Join planes that follow each other in memory, in slab order: longer rows, fewer of them."""
-    out: list[_Plane] = []
+def _runs(planes: list[_Plane]) -> list[list[_Plane]]:
+    """Planes that follow each other in memory within a block, in slab order, together: longer rows, fewer of them."""
+    out: list[list[_Plane]] = []
+    size = 0
     for p in planes:
-        last = out[-1] if out else None
+        last = out[-1][-1] if out else None
         if (
             last is not None
             and last.region == p.region
             and last.stride == p.stride
             and last.offset + last.piece == p.offset
-            and last.piece + p.piece <= p.stride
+            and size + p.piece <= p.stride
         ):
-            layer = last.layer if last.layer == p.layer else -1
-            out[-1] = _Plane(p.region, last.offset, p.stride, last.piece + p.piece, layer)
+            out[-1].append(p)
+            size += p.piece
         else:
-            out.append(p)
+            out.append([p])
+            size = p.piece
     return out
+
+
+def _joined(run: list[_Plane]) -> KvPlane:
+    """One plane of a run; its layer where it has but one."""
+    first = run[0]
+    layer = first.layer if all(p.layer == first.layer for p in run) else -1
+    return KvPlane(first.region, first.offset, first.stride, sum(p.piece for p in run), layer)
 
 
 def _signature(meanings: list[str]) -> str:

@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from maru_connector.log import get_logger
 from maru_connector.pool_view import PoolView
-from maru_shm.copy_shapes import COPY, CopyPlanner, PlacedPlane
-from maru_shm.cuda.driver import CudaDriver
+from maru_shm.copy_shapes import COPY, Copies, CopyPlanner, HostPieces, PlacedPlane
+from maru_shm.cuda.driver import CudaDriver, CudaError
 from maru_shm.errors import MaruError, TransferError
 from maru_shm.geometry import Direction
 
@@ -34,7 +34,7 @@ logger = get_logger("maru_connector")
 
 AHEAD = 4  #: layers submitted before they are asked for
 ROOM = 4096  #: descriptors per driver call
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 64 << 20  #: pieces end at multiples of it in this process's addresses; slabs may lie in two
 TRIAL_BYTES = 4096
 
 
@@ -55,19 +55,18 @@ class CudaCopier:
 
     verifies = False
 
-    def __init__(
-        self, layers: Sequence[tuple[PlacedPlane, ...]], block_bytes: int, engine: Engine, driver: CudaDriver | None = None
-    ) -> None:
+    def __init__(self, layers: Sequence[tuple[PlacedPlane, ...]], engine: Engine, driver: CudaDriver | None = None) -> None:
         self._driver = driver or CudaDriver()
         self._engine = engine
         self._context = self._driver.current()
         pitch = self._driver.max_pitch(engine.ordinal)
-        self._planners = [CopyPlanner(planes, block_bytes, pitch) for planes in layers]
+        self._planners = [CopyPlanner(planes, pitch, HostPieces(0, PIECE_BYTES)) for planes in layers]
         self._room = self._driver.descriptors(ROOM)
         self._stream = self._driver.create_stream()
         self._begin = self._driver.create_event()
         self._arrived = [self._driver.create_event() for _ in layers]
         self._submitted = 0
+        self._refused = False  #: the driver refused copies that were planned for it
         self._job: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]] | None = None
         self._locked: dict[int, list[int]] = {}  # view's address → pieces registered
         self._usable: set[int] = set()
@@ -82,7 +81,7 @@ class CudaCopier:
         thread.start()
 
     def usable(self, view: PoolView) -> bool:
-        return view.address in self._usable
+        return view.address in self._usable and not self._refused
 
     def _adopt(self, view: PoolView) -> None:
         pieces = self._locked.setdefault(view.address, [])
@@ -91,11 +90,13 @@ class CudaCopier:
             self._driver.use(self._context)
             if not self._driver.registers_read_only(self._engine.ordinal):
                 raise TransferError("this device does not page-lock memory that is mapped read-only", "")
-            for offset in range(0, view.size, PIECE_BYTES):
+            address, end = view.address, view.address + view.size
+            while address < end:
                 before = time.monotonic()
-                size = min(PIECE_BYTES, view.size - offset)
-                self._driver.register_host(view.address + offset, size, read_only=True)
-                pieces.append(view.address + offset)
+                until = min(end, (address // PIECE_BYTES + 1) * PIECE_BYTES)
+                self._driver.register_host(address, until - address, read_only=True)
+                pieces.append(address)
+                address = until
                 if self._stop.wait(time.monotonic() - before):
                     return
             self._try(view)
@@ -144,9 +145,22 @@ class CudaCopier:
             layer, self._submitted = self._submitted, self._submitted + 1
             copies = self._planners[layer].plan(*self._job)
             for at in range(0, len(copies), ROOM):
-                part = copies[at : at + ROOM]
-                self._driver.submit(Direction.LOAD, part, self._room, self._engine.ordinal, self._stream)
+                self._submit(copies[at : at + ROOM])
             self._driver.record_event(self._arrived[layer], self._stream)
+
+    def _submit(self, copies: Copies) -> None:
+        """The hit is claimed: a copy that the driver refuses is made another way, and no further hit comes here."""
+        if not self._refused:
+            try:
+                self._driver.submit(Direction.LOAD, copies, self._room, self._engine.ordinal, self._stream)
+            except CudaError as e:
+                if e.sticky:
+                    raise
+                self._refused = True
+                logger.error("maru: overlapped loads are given up, this one goes on through a staging buffer: %s.", e)
+            else:
+                return
+        self._driver.load_staged(copies, self._stream)
 
     def wait_layer(self, layer: int) -> None:
         self._submit_to(layer + 1 + AHEAD)

@@ -27,8 +27,8 @@ class HostCopier:
 
     verifies = True
 
-    def __init__(self, layers: Sequence[tuple[PlacedPlane, ...]], block_bytes: int) -> None:
-        self._planners = [CopyPlanner(planes, block_bytes, _NO_PITCH_LIMIT) for planes in layers]
+    def __init__(self, layers: Sequence[tuple[PlacedPlane, ...]]) -> None:
+        self._planners = [CopyPlanner(planes, _NO_PITCH_LIMIT) for planes in layers]
         self._arrived = [threading.Event() for _ in layers]
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -2,12 +2,12 @@
 
 A *plane* is one strided array of pieces: block ``b`` owns ``piece_bytes`` at ``region.address + offset + b * block_stride``. A
 layer-outermost cache has a plane per layer (or per K and V of a layer); a block-outermost one has a single plane whose piece
-is all layers. A slab holds a chunk block-major: for each block, the pieces of all planes in plane order::
+is all layers. A slab holds a chunk plane-major: for each plane, in plane order, the pieces of all blocks::
 
-    slab = block 0: plane 0 | plane 1 | … ; block 1: plane 0 | …
+    slab = plane 0: block 0 | block 1 | … ; plane 1: block 0 | …
 
-so one block is one pitched copy, and consecutive blocks merge into wider rows. Strides may differ between engines that share
-a slab; piece sizes and their meaning (``signature``) may not.
+so neighbouring blocks of a layer are one flat copy, and one block is still a single pitched copy over all layers. Strides
+may differ between engines that share a slab; piece sizes and their meaning (``signature``) may not.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class KvLayout(msgspec.Struct, frozen=True):
     @property
     def identity(self) -> str:
         """``signature`` plus the piece sizes in slab order: equal identities give interchangeable slabs."""
-        return f"{self.signature}|{self.block_tokens}|" + ",".join(f"{p.layer}:{p.piece_bytes}" for p in self.planes)
+        return f"{self.signature}|plane-major|{self.block_tokens}|" + ",".join(
+            f"{p.layer}:{p.piece_bytes}" for p in self.planes
+        )
 
     def check(self) -> None:
         """Raise :class:`ProtocolViolation` if any block of any plane could lie outside its region, or a number is absurd."""

@@ -1,4 +1,4 @@
-"""What the loader and the writer of one device have in common: a thread, its jobs, and the copies it has in flight.
+"""What the loader and the writer of one lane have in common: a thread, its jobs, and the copies it has in flight.
 
 The thread alternates between *advancing* (submit slices of jobs until the bytes in flight reach their bound) and *landing*
 the oldest copy in flight. Slices of all jobs share one first-in-first-out line, so a job's slices land in order and what has
@@ -19,8 +19,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from maru_shm import layout as L
 from maru_shm.errors import EngineGone, TransferError
+from maru_shm.geometry import Direction
 from maru_sidecar.tickets import Ticket
 from maru_sidecar.transfer.base import Copy, KvTarget
 
@@ -31,6 +35,11 @@ log = logging.getLogger(__name__)
 FENCE_POLL_S = 50e-6
 FENCE_POLL_SLOW_S = 500e-6
 FENCE_SLOW_AFTER_NS = 2_000_000
+FENCE_POLL_JOBS = 32  #: a look at so many jobs takes about 30 µs; with more, they are looked at less often
+
+
+#: A piece counts as so many bytes at least, where copies are sized and bounded: its descriptors take about 100 bytes.
+PIECE_WEIGHT = 1 << 10
 
 
 @dataclass(slots=True)
@@ -44,6 +53,11 @@ class WorkerPort:
     chunk_tokens: int
     slab_bytes: int
     words: memoryview  #: the segment's u64 words; valid while the worker has outstanding tickets
+    slab_weight: int = 0  #: bytes that copying a slab counts for
+
+    def __post_init__(self) -> None:
+        pieces = self.chunk_tokens // self.target.layout.block_tokens * len(self.target.layout.planes)
+        self.slab_weight = max(self.slab_bytes, pieces * PIECE_WEIGHT)
 
     @property
     def fence(self) -> int:
@@ -83,6 +97,7 @@ class Flight(Generic[J]):
 
     job: J
     copy: Copy
+    weight: int = field(default=0, kw_only=True)
     began_ns: int = field(default_factory=time.monotonic_ns, kw_only=True)
 
 
@@ -111,7 +126,8 @@ class CopyThread(ABC, Generic[J, F]):
         self._stopping = False
         self._ended = False
         self.flying_bytes = 0
-        self._landing_ns = 0  #: when the copy being waited for began, 0 = none
+        self._flying_weight = 0
+        self._busy_ns = 0  #: when the copy being made or waited for began, 0 = none
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # --- any thread -------------------------------------------------------------------------------------------------------
@@ -123,8 +139,8 @@ class CopyThread(ABC, Generic[J, F]):
         return self._thread.is_alive()
 
     def hangs(self, limit_s: float) -> bool:
-        """Whether the copy being waited for began more than ``limit_s`` ago."""
-        began = self._landing_ns
+        """Whether the copy being made or waited for began more than ``limit_s`` ago."""
+        began = self._busy_ns
         return began != 0 and time.monotonic_ns() - began > limit_s * 1e9
 
     @property
@@ -147,11 +163,15 @@ class CopyThread(ABC, Generic[J, F]):
         with self._wake:
             self._wake.notify()
 
-    def stop(self, timeout_s: float) -> bool:
-        """End the thread after the copies in flight; jobs left are failed. False if it did not end in time."""
+    def ask_to_stop(self) -> None:
+        """End the thread after the copies in flight; jobs left are failed."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
+
+    def stop(self, timeout_s: float) -> bool:
+        """:meth:`ask_to_stop`, and wait. False if it did not end in time."""
+        self.ask_to_stop()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -195,19 +215,46 @@ class CopyThread(ABC, Generic[J, F]):
                 return
             newest = max((job.queued_ns for job in self._jobs), default=0)
             slow = time.monotonic_ns() - newest > FENCE_SLOW_AFTER_NS
-            self._wake.wait(FENCE_POLL_SLOW_S if slow else FENCE_POLL_S)
+            self._wake.wait(FENCE_POLL_SLOW_S * max(1, len(self._jobs) // FENCE_POLL_JOBS) if slow else FENCE_POLL_S)
 
     def _slice(self, job: J) -> int:
         """Bytes of one submission of ``job``: the configured slice, or what its KV cache needs to be copied at full rate."""
         return max(self._slice_bytes, job.port.target.slice_hint)
 
+    def _slice_chunks(self, job: J) -> int:
+        """Chunks of one submission of ``job``."""
+        return max(1, self._slice(job) // job.port.slab_weight)
+
     def _has_room(self, job: J) -> bool:
         """Whether one more slice may fly. Two always may: with one, the link idles while the next is prepared."""
         size = self._slice(job)
-        return self.flying_bytes + size <= max(self._limit, 2 * size)
+        return self._flying_weight + size <= max(self._limit, 2 * size)
 
-    def _fly(self, flight: F) -> None:
+    def _submit(
+        self,
+        job: J,
+        direction: Direction,
+        offsets: npt.NDArray[np.uint64],
+        blocks: npt.NDArray[np.int32],
+        *,
+        part: int = 0,
+        parts: int = 1,
+    ) -> Copy:
+        """Begin the copy of a slice that was announced. Small ones are made here, so this may hang like a wait."""
+        self._busy_ns = time.monotonic_ns()
+        try:
+            return job.port.target.submit(direction, offsets, blocks, part=part, parts=parts)
+        except BaseException:
+            if not job.in_flight:
+                job.ticket.end_copy()
+            raise
+        finally:
+            self._busy_ns = 0
+
+    def _fly(self, flight: F, n_chunks: int) -> None:
         flight.job.in_flight += 1
+        flight.weight = max(flight.copy.nbytes, n_chunks * flight.job.port.slab_weight)
+        self._flying_weight += flight.weight
         self.flying_bytes += flight.copy.nbytes
         self._flying.append(flight)
 
@@ -215,7 +262,7 @@ class CopyThread(ABC, Generic[J, F]):
         flight = self._flying.popleft()
         job: J = flight.job
         error: BaseException | None = None
-        self._landing_ns = flight.began_ns
+        self._busy_ns = flight.began_ns
         try:
             flight.copy.wait()
         except Exception as e:  # noqa: BLE001 - whatever an engine raises, this job ends and the thread goes on
@@ -223,8 +270,9 @@ class CopyThread(ABC, Generic[J, F]):
             if not isinstance(e, EngineGone):
                 log.warning("%s: copy of ticket %#x failed: %s", self.name, job.ticket.request.ticket, e)
         finally:
-            self._landing_ns = 0
+            self._busy_ns = 0
             self.flying_bytes -= flight.copy.nbytes
+            self._flying_weight -= flight.weight
             job.in_flight -= 1
         if not job.in_flight:
             job.ticket.end_copy()

@@ -1,4 +1,4 @@
-"""The load queue of one device: slabs → engines' KV blocks, fair between requests.
+"""The load queue of one lane: slabs → engines' KV blocks, fair between requests.
 
 *Order.* The next slice goes to the load with the least bytes left, less ``AGEING`` bytes for every second it has waited. Short
 hits pass long ones, which costs a long one little (its slices already fill the link) and saves the short one the whole wait:
@@ -36,9 +36,16 @@ AGEING = 8 << 30  #: bytes per second of waiting
 
 @dataclass(slots=True, eq=False)
 class LoadJob(Job):
-    """``next``: first chunk not submitted. ``found``: leading chunks present, once acquired."""
+    """``next``: first chunk of the span in progress. ``found``: leading chunks present, once acquired.
+
+    A span is submitted in ``parts``, each some planes of all its chunks; ``part`` is the next one.
+    """
 
     next: int = 0
+    stop: int = 0  #: first chunk after the span in progress
+    part: int = 0
+    parts: int = 1
+    torn: bool = False  #: a slice failed: what lands after it completes nothing
     found: int = 0
     acquired: Acquired | MixedSlabs | None = None
     offsets: npt.NDArray[np.uint64] | None = None
@@ -53,13 +60,15 @@ class LoadJob(Job):
 
     @property
     def bytes_left(self) -> int:
-        return (self.n_chunks - self.next) * self.port.slab_bytes
+        submitted = (self.stop - self.next) * self.part // self.parts if self.part else 0
+        return (self.n_chunks - self.next - submitted) * self.port.slab_bytes
 
 
 @dataclass(slots=True)
 class LoadFlight(Flight[LoadJob]):
     start: int
     stop: int  #: first chunk after this slice
+    last: bool  #: with it, and all before it, the chunks are complete
 
 
 class Loader(CopyThread[LoadJob, LoadFlight]):
@@ -119,15 +128,40 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
 
     def _step(self, job: LoadJob) -> None:
         """Submit one slice of ``job``."""
-        request, port = job.ticket.request, job.port
+        request = job.ticket.request
         if job.acquired is None:
             job.acquired = self._acquire(job)
             job.found = min(job.acquired.n_found, job.n_chunks)
             job.offsets = np.array([ref.offset for ref in job.acquired.refs[: job.found]], np.uint64)
             if job.found < job.n_chunks and not job.found:
                 job.error = L.Code.NOT_FOUND
-        start = job.next
-        stop = min(job.found, start + max(1, self._slice(job) // port.slab_bytes))
+        if not job.part:
+            self._begin_span(job)
+        start, stop = job.next, job.stop
+        if stop <= start or job.offsets is None:
+            self._settle_if_over(job)
+            return
+        if not job.begin_copy():
+            job.withdrawn = True
+            self._settle_if_over(job)
+            return
+        failpoints.hit("load.before_copy")
+        offsets, blocks = job.offsets[start:stop], request.blocks[start:stop]
+        copy = self._submit(job, Direction.LOAD, offsets, blocks, part=job.part, parts=job.parts)
+        job.part += 1
+        last = job.part == job.parts
+        if last:
+            job.next, job.part = stop, 0
+        self.quiet.clear()
+        self._fly(LoadFlight(job, copy, start, stop, last), -(-(stop - start) // job.parts))
+
+    def _begin_span(self, job: LoadJob) -> None:
+        """Set the next chunks to load, and in how many parts; none if the first of them is not sound."""
+        request, port = job.ticket.request, job.port
+        assert job.acquired is not None
+        start, whole = job.next, self._slice_chunks(job)
+        stop = min(job.found, start + whole * port.target.parts)
+        job.parts = max(1, min(port.target.parts, -(-(stop - start) // whole)))
         if self._shared is not None:
             sound = self._shared.leading_sound(job.acquired.refs[start:stop], start, port, request)
             if start + sound < stop:
@@ -137,23 +171,9 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
             if start + good < stop:
                 dropped = self._directory.drop(port.namespace, request.key(start + good), port.rank)
                 job.error, stop = L.Code.CHECKSUM if dropped else L.Code.NOT_FOUND, start + good
-        if stop <= start or job.offsets is None:
-            self._settle_if_over(job)
-            return
-        if not job.begin_copy():
-            job.withdrawn = True
-            self._settle_if_over(job)
-            return
-        failpoints.hit("load.before_copy")
-        try:
-            copy = port.target.submit(Direction.LOAD, job.offsets[start:stop], request.blocks[start:stop])
-        except BaseException:
-            if not job.in_flight:
-                job.ticket.end_copy()
-            raise
-        job.next = stop
-        self.quiet.clear()
-        self._fly(LoadFlight(job, copy, start, stop))
+        if job.error is not None:
+            job.parts = 1  # nothing is submitted after this
+        job.stop = stop
 
     def _acquire(self, job: LoadJob) -> Acquired | MixedSlabs:
         if self._shared is not None:
@@ -162,7 +182,8 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
 
     def _landed(self, flight: LoadFlight, error: BaseException | None) -> None:
         job = flight.job
-        if error is None and flight.start == job.done:
+        job.torn = job.torn or error is not None
+        if flight.last and not job.torn and flight.start == job.done:
             job.done = self._intact_until(flight)  # leading: nothing before it is missing
             if job.done < flight.stop:
                 job.error = job.error or L.Code.NOT_FOUND

@@ -5,7 +5,9 @@ Nothing here knows keys or policies. :class:`RegionTable` is driven by ``directo
 
 A *slab* is named by the offset of its header from the pool's start (one int: the index keeps one per chunk and rank).
 Slabs of one stride form a *size class*. Allocation takes the lowest region of the class that has room, so that the others
-run empty; an empty region belongs to no class and may be formatted for another.
+run empty; an empty region belongs to no class and may be formatted for another. Within a region slabs are taken from the top,
+so those of one prompt fall in address as its chunks go on: ``maru_shm/copy_shapes.py`` says why. Eviction frees the end of a
+prompt first and what was freed last is taken first, so it stays so when slabs are taken again.
 
 State words go through a ``memoryview.cast("Q")`` of the whole pool: one aligned ``mov``, where a numpy structured assignment
 may copy by bytes and tear. Everything else in a header is written while the state says WRITING.
@@ -46,8 +48,8 @@ class Region:
     n_slabs: int = 0
     data_offset: int = 0  #: from the region's base
     used: int = 0  #: slabs not free
-    fresh: int = 0  #: slabs from here on have not been taken since the region was last empty
-    freed: list[int] = field(default_factory=list)  #: slabs below ``fresh`` that are free
+    fresh: int = 0  #: slabs below this one have not been taken since the region was last empty
+    freed: list[int] = field(default_factory=list)  #: slabs from ``fresh`` on that are free
     #: who uses each slab: what :meth:`RegionTable.allocate` was given, later a chunk
     owners: list[object] = field(default_factory=list)
 
@@ -178,8 +180,8 @@ class RegionTable:
         if region.freed:
             number = region.freed.pop()
         else:
+            region.fresh -= 1
             number = region.fresh
-            region.fresh += 1
         region.used += 1
         size_class.used += 1
         region.owners[number] = owner
@@ -196,7 +198,8 @@ class RegionTable:
         if region.stride != size_class.stride:
             self._format(region, size_class.stride)
         self._free.remove(index)
-        region.fresh = region.used = 0
+        region.fresh = region.n_slabs
+        region.used = 0
         region.freed = []
         region.owners = [None] * region.n_slabs
         self._join(size_class, region)
@@ -395,8 +398,8 @@ class RegionTable:
         for slab, owner in kept:
             region.owners[_number(region, slab)] = owner
         region.used = len(kept)
-        region.fresh = region.n_slabs
-        region.freed = [i for i in range(region.n_slabs - 1, -1, -1) if region.owners[i] is None]
+        region.fresh = 0
+        region.freed = [i for i in range(region.n_slabs) if region.owners[i] is None]
         self._free.remove(region.index)
         self._join(self.size_class(region.stride), region)
 

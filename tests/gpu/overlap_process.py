@@ -40,7 +40,7 @@ def main() -> None:
     view = PoolView(fd, 2 * REGION)
     caches = [torch.zeros((BLOCKS, PIECE), dtype=torch.uint8, device="cuda:0") for _ in range(LAYERS)]
     layers = {f"layers.{i}": (PlacedPlane(i, cache.data_ptr(), i * PIECE, PIECE, PIECE),) for i, cache in enumerate(caches)}
-    copier = CudaCopier(distinct(layers), LAYERS * PIECE, torch_engine(0))
+    copier = CudaCopier(distinct(layers), torch_engine(0))
     started = time.monotonic()
     copier.adopt(view)
     while not copier.usable(view):
@@ -77,7 +77,7 @@ def main() -> None:
             rates[name] = max(rates.get(name, 0.0), CHUNKS * SLAB / (time.monotonic() - started) / 1e9)
             for layer, have in enumerate(seen):
                 want = np.stack(
-                    [pool[int(slab) + j * LAYERS * PIECE + layer * PIECE :][:PIECE] for slab in slabs for j in range(PER_CHUNK)]
+                    [pool[int(slab) + (layer * PER_CHUNK + j) * PIECE :][:PIECE] for slab in slabs for j in range(PER_CHUNK)]
                 )
                 wrong += int((have.cpu().numpy() != want).any())
     pinned = torch.empty(CHUNKS * SLAB, dtype=torch.uint8, pin_memory=True)

@@ -10,13 +10,13 @@ import pytest
 from maru_shm.cuda.driver import CudaDriver
 from maru_shm.errors import AttachRefused
 from maru_shm.geometry import Direction, KvLayout, KvPlane
-from maru_shm.layout import SKIP_BLOCK
 from maru_sidecar.transfer import cuda_pinning
 from maru_sidecar.transfer.cuda import CudaTarget, CudaTransfer
 from maru_sidecar.transfer.cuda_pinning import PinState
 from tests.gpu.conftest import REGION
-from tests.gpu.kv_process import KvProcess, random_bytes
+from tests.gpu.kv_process import KvProcess
 from tests.support.kv_cases import KvCase, block_tables, cases
+from tests.support.kv_process import random_bytes
 from tests.support.shm_pool import ShmPool
 
 CHUNKS, PER_CHUNK = 6, 4
@@ -52,7 +52,7 @@ def check_loads_and_stores(target: CudaTarget, process: KvProcess, pool: ShmPool
         pool.bytes[REGION : 10 * REGION] = random_bytes(4000 + seed, 9 * REGION)
         expected = pool.bytes[: 10 * REGION].copy()
         for offset, blocks in zip(offsets, table, strict=True):
-            keep = np.repeat(blocks != SKIP_BLOCK, case.block_bytes)
+            keep = case.kept(blocks)
             expected[int(offset) : int(offset) + size][keep] = case.slab(memory, blocks)[keep]
         target.submit(Direction.STORE, offsets, table).wait()
         np.testing.assert_array_equal(pool.bytes[: 10 * REGION], expected)

@@ -230,7 +230,7 @@ def test_locate_answers_with_slabs_that_hold_the_bytes(sidecar: SidecarProcess, 
     assert (reply.state, reply.n_done) == (L.State.DONE, 3)
     with mmap.mmap(worker.pool_fd, worker.attached.pool_bytes, prot=mmap.PROT_READ) as pool:
         for (offset, _), chunk in zip(scheduler.records.slab_refs(ticket, 3).tolist(), source, strict=True):
-            wanted = worker.cache.read(chunk).tobytes()
+            wanted = worker.cache.read(chunk).swapaxes(0, 1).tobytes()
             assert pool[offset : offset + len(wanted)] == wanted
     assert section(sidecar, "directory")["leases"] == 1
     scheduler.release(ticket)
@@ -309,6 +309,23 @@ def test_the_hit_ratio_has_one_denominator(sidecar: SidecarProcess, worker: Clie
     after = section(sidecar, "cache")
     assert after["chunks_asked"] - before["chunks_asked"] == 12
     assert after["chunks_hit"] - before["chunks_hit"] == 3
+
+
+def test_the_ratio_of_lookups_and_that_of_loads_are_told_apart(
+    sidecar: SidecarProcess, worker: Client, scheduler: Client
+) -> None:
+    before = section(sidecar, "cache")
+    keys = prompt_keys("told apart", 4)
+    worker.store(keys, blocks_table(0, 4))
+    for _ in range(3):
+        scheduler.hits(keys)
+    worker.load(keys, blocks_table(0, 4))
+    assert worker.load(prompt_keys("absent", 2), blocks_table(0, 2)).state is L.State.FAILED
+    after = section(sidecar, "cache")
+    grown = {name: after[name] - before[name] for name in ("chunks_hit", "load_chunks_asked", "load_chunks_loaded")}
+    assert grown == {"chunks_hit": 12, "load_chunks_asked": 6, "load_chunks_loaded": 4}
+    assert after["lookup_hit_ratio"] == after["hit_ratio"] == round(after["chunks_hit"] / after["chunks_asked"], 4)
+    assert after["load_success_ratio"] == round(after["load_chunks_loaded"] / after["load_chunks_asked"], 4)
 
 
 def test_the_listing_misses_no_chunk_where_one_key_stands_in_two_namespaces(sidecar: SidecarProcess) -> None:

@@ -252,13 +252,31 @@ class EmulatedDriver(D.CudaDriver):
     def cuMemSetAccess(self, address: int, size: int, access: object, count: int) -> int:
         return 0
 
+    def _locked_as_one(self, copy: Copies) -> bool:
+        """Whether a copy's host side lies within one registration, or in none."""
+        start = int(copy["host"])
+        rows = (int(copy["depth"]) - 1) * int(copy["host_layer"]) + int(copy["height"]) - 1
+        end = start + rows * int(copy["host_row"]) + int(copy["width"])
+        touched = [(a, a + n) for a, n in self.registered.items() if a < end and start < a + n]
+        return not touched or (len(touched) == 1 and touched[0][0] <= start and end <= touched[0][1])
+
     def cuMemcpy3DAsync(self, at: int, stream: int) -> int:
         raw = np.frombuffer(ctypes.string_at(at, MEMCPY3D.itemsize), MEMCPY3D)[0].copy()
         to_device = bool(raw["src"]["type"] == 1)
         host, device = (raw["src"], raw["dst"]) if to_device else (raw["dst"], raw["src"])
         assert (host["type"], device["type"]) == (1, 2)
         sides = ((side[name], side["pitch"], side["layer"]) for side, name in ((host, "host"), (device, "device")))
-        self._queue(stream, raw, *sides, to_device=to_device)
+        return self._queue(stream, raw, *sides, to_device=to_device)
+
+    def cuMemcpyHtoDAsync(self, device: int, source: Any, size: int, stream: int) -> int:
+        staged = ctypes.string_at(source, size)
+
+        def arrive() -> None:
+            self.check("device", device, size)
+            ctypes.memmove(device, staged, size)
+
+        self.streams[stream].pending.append(arrive)
+        self.streams[stream].queued += 1
         return 0
 
     def batch_v1(self, n: int, at: int, failed: object, flags: int, stream: int) -> int:
@@ -273,7 +291,9 @@ class EmulatedDriver(D.CudaDriver):
             to_device = bool(op["src"]["location"] == 2)
             host, device = (op["src"], op["dst"]) if to_device else (op["dst"], op["src"])
             assert device["location"] == 1
-            self._queue(stream, op, *((s["ptr"], s["row"], s["layer"]) for s in (host, device)), to_device=to_device)
+            sides = ((s["ptr"], s["row"], s["layer"]) for s in (host, device))
+            if code := self._queue(stream, op, *sides, to_device=to_device):
+                return code
         return 0
 
     def flat_v1(self, *arguments: Any) -> int:
@@ -290,20 +310,24 @@ class EmulatedDriver(D.CudaDriver):
         for source_at, target_at, size in zip(*columns, strict=True):
             raw = {"width": size, "height": 1, "depth": 1}
             host, device = (source_at, target_at) if source == 2 else (target_at, source_at)
-            self._queue(stream, raw, (host, size, 1), (device, size, 1), to_device=bool(source == 2))
+            if code := self._queue(stream, raw, (host, size, 1), (device, size, 1), to_device=bool(source == 2)):
+                return code
         return 0
 
     def _queue(
         self, stream: int, raw: Any, host: tuple[int, int, int], device: tuple[int, int, int], *, to_device: bool
-    ) -> None:
+    ) -> int:
         copy: Copies = np.zeros(1, COPY)
         for k in ("width", "height", "depth"):
             copy[k] = raw[k]
         for side, (pointer, row, layer) in (("host", host), ("device", device)):
             copy[side], copy[f"{side}_row"], copy[f"{side}_layer"] = pointer, row, layer
+        if not self._locked_as_one(copy[0]):
+            return D.INVALID_VALUE
         queue = self.streams[stream]
         queue.pending.append(lambda: execute(copy[0], to_device=to_device, check=self.check))
         queue.queued += 1
+        return 0
 
 
 def _put(out: object, value: int) -> int:

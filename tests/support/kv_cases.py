@@ -40,18 +40,21 @@ class KvCase:
     def slab(self, memory: Sequence[Bytes], blocks: Sequence[int]) -> Bytes:
         """What a chunk of ``blocks`` looks like in a slab; zeros for a skipped block."""
         parts: list[Bytes] = []
-        for block in blocks:
-            if block == SKIP_BLOCK:
-                parts.append(np.zeros(self.block_bytes, np.uint8))
-            else:
-                parts += [self.piece(memory, plane, block) for plane in range(len(self.planes))]
+        for plane, p in enumerate(self.planes):
+            for block in blocks:
+                skipped = block == SKIP_BLOCK
+                parts.append(np.zeros(p.piece_bytes, np.uint8) if skipped else self.piece(memory, plane, block))
         return np.concatenate(parts)
+
+    def kept(self, blocks: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Which bytes of a slab belong to blocks that are not skipped."""
+        return np.concatenate([np.repeat(blocks != SKIP_BLOCK, p.piece_bytes) for p in self.planes])
 
     def scatter(self, memory: Sequence[Bytes], blocks: Sequence[int], slab: Bytes) -> None:
         """Write a slab into ``memory`` as a load must."""
         at = 0
-        for block in blocks:
-            for plane, p in enumerate(self.planes):
+        for plane, p in enumerate(self.planes):
+            for block in blocks:
                 if block != SKIP_BLOCK:
                     self.piece(memory, plane, block)[:] = slab[at : at + p.piece_bytes]
                 at += p.piece_bytes

@@ -52,6 +52,26 @@ def test_a_load_writes_the_named_blocks_and_no_other_byte(rig: Rig, case: KvCase
     target.close()
 
 
+@pytest.mark.parametrize("parts", [2, 5])
+@pytest.mark.parametrize("case", ALL, ids=lambda c: c.name)
+def test_the_parts_of_a_span_are_together_the_whole(rig: Rig, case: KvCase, parts: int) -> None:
+    target = rig.attach(case)
+    rng = np.random.default_rng(8)
+    size = PER_CHUNK * case.block_bytes
+    table, offsets = block_tables(rng, case.num_blocks, CHUNKS, PER_CHUNK)["skipping"], slab_offsets(case, rng)
+    rig.pool.bytes[:USED] = random_bytes(500, USED)
+    wanted = rig.process.fill(600)
+    for offset, blocks in zip(offsets, table, strict=True):
+        case.scatter(wanted, blocks, rig.pool.bytes[int(offset) : int(offset) + size])
+    copies = [target.submit(Direction.LOAD, offsets, table, part=i, parts=parts) for i in range(parts)]
+    for copy in copies:
+        copy.wait()
+    assert sum(copy.nbytes for copy in copies) == int((table != SKIP_BLOCK).sum()) * case.block_bytes
+    for got, want in zip(rig.process.read(), wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+    target.close()
+
+
 @pytest.mark.parametrize("case", ALL, ids=lambda c: c.name)
 def test_a_store_writes_the_named_slabs_and_no_other_byte(rig: Rig, case: KvCase) -> None:
     target = rig.attach(case)
@@ -63,7 +83,7 @@ def test_a_store_writes_the_named_slabs_and_no_other_byte(rig: Rig, case: KvCase
         rig.pool.bytes[:USED] = random_bytes(400 + seed, USED)
         wanted = rig.pool.bytes[:USED].copy()
         for offset, blocks in zip(offsets, table, strict=True):
-            keep = np.repeat(blocks != SKIP_BLOCK, case.block_bytes)
+            keep = case.kept(blocks)
             wanted[int(offset) : int(offset) + size][keep] = case.slab(memory, blocks)[keep]
         target.submit(Direction.STORE, offsets, table).wait()
         np.testing.assert_array_equal(rig.pool.bytes[:USED], wanted)

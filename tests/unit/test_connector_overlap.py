@@ -73,7 +73,7 @@ class World:
             name: (PlacedPlane(0, base + i * SIZE["num_blocks"] * PIECE, i * PIECE, PIECE, PIECE),)
             for i, name in enumerate(NAMES)
         }
-        copier = HostCopier(distinct(self.layers), self.cache.layout.block_bytes)
+        copier = HostCopier(distinct(self.layers))
         self.overlap = Overlap(self.layers, copier, block_bytes=self.cache.layout.block_bytes, rank=0, world=1)
         options = parse_options({"maru.chunk_tokens": CHUNK, "maru.lookup_patience_ms": 10_000})
         self.worker = WorkerHalf(options, HostFence, recomputes=recomputes)

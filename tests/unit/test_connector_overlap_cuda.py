@@ -20,6 +20,7 @@ from maru_connector.pool_view import PoolView
 from maru_shm import layout as L
 from maru_shm import poolformat as P
 from maru_shm.copy_shapes import PlacedPlane
+from maru_shm.cuda import driver as D
 
 REGION = 4 << 20
 
@@ -47,12 +48,11 @@ class World:
             address = self.memory[plane.region].ctypes.data + plane.offset
             self.layers.append((PlacedPlane(plane.region, address, offset, plane.block_stride, plane.piece_bytes),))
             offset += plane.piece_bytes
-        self.block_bytes = offset
         _, self.scratch = self.driver.allocate(TRIAL_BYTES)
         self.driver.opened[self.scratch.ctypes.data] = 1
         self.compute = self.driver.create_stream()
         engine = Engine(0, lambda: self.compute, self.scratch.ctypes.data, self.scratch.tobytes)
-        self.copier = CudaCopier(self.layers, self.block_bytes, engine, self.driver)
+        self.copier = CudaCopier(self.layers, engine, self.driver)
 
     def ready(self) -> None:
         self.copier.adopt(self.view)
@@ -71,7 +71,7 @@ class World:
                 if block == L.SKIP_BLOCK:
                     continue
                 have = memory[base + block * plane.block_stride :][: plane.piece]
-                want = self.pool[slab + j * self.block_bytes + plane.slab_offset :][: plane.piece]
+                want = self.pool[slab + len(row) * plane.slab_offset + j * plane.piece :][: plane.piece]
                 if (have != want).any():
                     return False
         return True
@@ -113,6 +113,36 @@ def test_compute_that_waits_for_a_layer_finds_it_there_whatever_the_layout(case:
     world.close()
 
 
+@pytest.mark.parametrize("case", cases(), ids=lambda c: c.name)
+def test_no_copy_reaches_from_one_page_locked_piece_into_the_next(case: KvCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maru_connector.overlap_cuda.PIECE_BYTES", 5 * 4096)  # the driver refuses a copy that does
+    world = World(case)
+    world.ready()
+    offsets = np.array([3 * REGION, 2 * REGION, REGION], np.uint64)
+    for table in block_tables(world.rng, case.num_blocks, 3, 4).values():
+        for memory in world.memory:
+            memory[:] = 0
+        world.copier.start(offsets + np.uint64(world.view.address), table)
+        world.copier.finish()
+        world.run_compute()
+        assert all(world.arrived(layer, offsets, table) for layer in range(len(world.layers)))
+    world.close()
+
+
+@pytest.mark.parametrize("call", ["cuMemcpy3DBatchAsync_v2", "cuMemcpyBatchAsync_v2"])
+def test_copies_that_the_driver_refuses_once_a_hit_is_claimed_are_made_by_staging_and_the_path_is_given_up(call: str) -> None:
+    world = World(next(c for c in cases() if c.name == "packed-kv"))
+    world.ready()
+    offsets, table = np.array([REGION, 3 * REGION], np.uint64), np.array([[7, 3, 5], [9, 10, 11]], np.int32)
+    world.driver.fail[call] = world.driver.fail["cuMemcpyBatchAsync_v2"] = D.INVALID_VALUE
+    world.copier.start(offsets + np.uint64(world.view.address), table)
+    world.copier.finish()
+    world.run_compute()
+    assert all(world.arrived(layer, offsets, table) for layer in range(len(world.layers)))
+    assert not world.copier.usable(world.view)
+    world.close()
+
+
 def test_compute_waits_for_its_own_layer_only(world: World) -> None:
     world.ready()
     offsets, table = np.array([REGION], np.uint64), np.array([[7, 3, 5]], np.int32)
@@ -143,7 +173,13 @@ def test_the_pool_is_locked_read_only_in_pieces_and_unlocked_again(monkeypatch: 
     monkeypatch.setattr(overlap_cuda, "PIECE_BYTES", REGION)
     world = World(cases()[0])
     world.ready()
-    assert sorted(world.driver.registered) == [world.view.address + i * REGION for i in range(4)]
+    registered, end = sorted(world.driver.registered.items()), world.view.address
+    for address, size in registered:
+        assert address == end
+        end += size
+        assert end % REGION == 0 or end == world.view.address + world.view.size
+    assert end == world.view.address + world.view.size
+    assert len(registered) in (4, 5)  # the first and the last may be short
     world.close()
     assert not world.driver.registered
 

@@ -32,7 +32,7 @@ class Bench:
         self.slab_bytes = slab_bytes
         regions = [KvRegion(RegionKind.CUDA_IPC, m.ctypes.data, m.nbytes, bytes(64), "GPU-x") for m in self.memory]
         planes = place(case.layout(regions), [m.ctypes.data for m in self.memory], range(len(self.memory)))
-        self.planner = CopyPlanner(planes, case.block_bytes, max_pitch)
+        self.planner = CopyPlanner(planes, max_pitch)
 
     def check(self, side: str, address: int, size: int) -> None:
         spans = [self.pool] if side == "host" else self.memory
@@ -61,7 +61,7 @@ class Bench:
         wanted, memory = self.pool.copy(), [m.copy() for m in self.memory]
         for i, blocks in enumerate(table):
             at = int(self.offsets[i])
-            keep = np.repeat(blocks != SKIP_BLOCK, self.case.block_bytes)
+            keep = self.case.kept(blocks)
             wanted[at : at + self.slab_bytes][keep] = self.case.slab(self.memory, blocks)[keep]
         self.run(table, to_device=False)
         np.testing.assert_array_equal(self.pool, wanted)
@@ -76,6 +76,29 @@ def test_every_layout_and_table_moves_exactly_the_bytes_of_its_blocks(case: KvCa
     for table in block_tables(rng, case.num_blocks, chunks=4, per_chunk=5).values():
         Bench(case, 4, 5, rng).load_is_right(table)
         Bench(case, 4, 5, rng, max_pitch=max_pitch).store_is_right(table)
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda c: c.name)
+def test_slabs_and_blocks_that_fall_or_rise_together_are_copied_right_in_columns(case: KvCase) -> None:
+    rng = np.random.default_rng(11)
+    chunks, per_chunk = 4, 3
+    n = chunks * per_chunk
+    falling = np.arange(n)[::-1]
+    tables = {
+        "falling": falling,
+        "rising": np.arange(n),
+        "falling, one chunk out of step": np.concatenate([falling[:6], falling[6:9][::-1], falling[9:]]),
+        "falling, then rising": np.concatenate([falling[:6], np.arange(6)]),
+        "a block skipped": np.where(np.arange(n) == 7, SKIP_BLOCK, falling),
+        "gaps": 2 * falling,
+    }
+    orders = {"rise": np.arange(chunks), "fall": np.arange(chunks)[::-1], "apart": np.array([5, 3, 1, 2])}
+    for table in tables.values():
+        for order in orders.values():
+            bench = Bench(case, chunks, per_chunk, rng)
+            bench.offsets = (order * bench.slab_bytes).astype(np.uint64)
+            bench.load_is_right(table.astype(np.int32).reshape(chunks, per_chunk))
+            bench.store_is_right(table.astype(np.int32).reshape(chunks, per_chunk))
 
 
 @st.composite
@@ -114,11 +137,12 @@ def test_random_layouts_and_tables_move_exactly_the_bytes_of_their_blocks(case: 
     bench.store_is_right(table.reshape(chunks, per_chunk))
 
 
-def copies_for(name: str, table: str, chunks: int = 4, per_chunk: int = 16) -> int:
+def copies_for(name: str, table: str, chunks: int = 4, per_chunk: int = 16, *, falling_slabs: bool = False) -> int:
     case = BY_NAME[name]
     rng = np.random.default_rng(3)
     bench = Bench(case, chunks, per_chunk, rng)
-    bench.offsets = (np.arange(chunks) * bench.slab_bytes).astype(np.uint64)
+    places = np.arange(chunks)[::-1] if falling_slabs else np.arange(chunks)
+    bench.offsets = (places * bench.slab_bytes).astype(np.uint64)
     return bench.run(block_tables(rng, case.num_blocks, chunks, per_chunk)[table], to_device=True)
 
 
@@ -126,13 +150,12 @@ def test_a_scattered_block_is_one_copy_of_all_its_layers() -> None:
     assert copies_for("packed-kv", "scattered") == pytest.approx(64, abs=2)
 
 
-def test_consecutive_blocks_are_one_copy_per_layer_across_neighbouring_slabs() -> None:
-    assert copies_for("packed-kv", "consecutive") == 6
+def test_consecutive_blocks_are_one_copy_per_chunk_and_layer() -> None:
+    assert copies_for("packed-kv", "consecutive") == 4 * 6
 
 
 def test_consecutive_blocks_of_a_block_outermost_cache_are_one_copy() -> None:
     assert copies_for("block-outermost", "consecutive") == 1
-    assert copies_for("block-outermost-by-layer", "consecutive") == 1
     assert copies_for("block-outermost-padded", "consecutive") == 1
 
 
@@ -144,6 +167,13 @@ def test_layers_in_allocations_of_their_own_are_copied_one_by_one() -> None:
     assert copies_for("one-allocation-per-layer", "falling") == 64 * 6
 
 
+def test_falling_slabs_take_falling_blocks_in_columns_and_rising_ones_in_rows() -> None:
+    columns = copies_for("one-allocation-per-layer", "falling", chunks=8, per_chunk=4, falling_slabs=True)
+    rows = copies_for("one-allocation-per-layer", "consecutive", chunks=8, per_chunk=4, falling_slabs=True)
+    assert (columns, rows) == (4 * 6, 8 * 6)
+    assert copies_for("one-allocation-per-layer", "falling", chunks=8, per_chunk=4) == 8 * 4 * 6
+
+
 def test_nothing_is_planned_for_skipped_blocks() -> None:
     assert copies_for("packed-kv", "all skipped") == 0
 
@@ -152,7 +182,7 @@ def progressions_of(name: str) -> int:
     case = BY_NAME[name]
     bases = [1 << 40 for _ in case.allocations]
     regions = [KvRegion(RegionKind.CUDA_IPC, 1 << 40, size, bytes(64), "GPU-x") for size in case.allocations]
-    return len(progressions(place(case.layout(regions), bases, range(len(bases)))))
+    return len(progressions(place(case.layout(regions), bases, range(len(bases))), 16))
 
 
 @pytest.mark.parametrize(
@@ -172,11 +202,11 @@ def test_planes_are_covered_by_the_fewest_progressions(name: str, expected: int)
 
 
 def test_a_plane_stride_above_the_pitch_limit_is_given_as_layers_of_short_rows() -> None:
-    piece, step = 65536, 46000 * 65536  # 2.8 GiB between layers
+    piece, step = 16384, 184_000 * 16384  # 2.8 GiB between layers
     planes = [PlacedPlane(0, (1 << 40) + i * step, i * piece, piece, piece) for i in range(32)]
-    (copy,) = CopyPlanner(planes, 32 * piece, MAX_PITCH).plan(np.array([4096], np.uint64), np.array([[5]], np.int32))
+    (copy,) = CopyPlanner(planes, MAX_PITCH).plan(np.array([4096], np.uint64), np.array([[5]], np.int32))
     assert (copy["width"], copy["height"], copy["depth"]) == (piece, 1, 32)
-    assert (copy["device_row"], copy["device_layer"]) == (piece, 46000)
+    assert (copy["device_row"], copy["device_layer"]) == (piece, 184_000)
     assert (copy["host_row"], copy["host_layer"]) == (piece, 1)
     assert copy["device"] == (1 << 40) + 5 * piece
 
@@ -185,7 +215,7 @@ def test_a_flat_copy_never_exceeds_a_row_the_driver_takes() -> None:
     piece = 64 << 20
     planes = [PlacedPlane(0, 1 << 40, 0, piece, piece)]
     table = np.arange(64, dtype=np.int32).reshape(1, 64)  # 4 GiB in one run
-    copies = CopyPlanner(planes, piece, MAX_PITCH).plan(np.array([4096], np.uint64), table)
+    copies = CopyPlanner(planes, MAX_PITCH).plan(np.array([4096], np.uint64), table)
     assert len(copies) == 1
     assert copies[0]["width"] <= MAX_PITCH
     assert int(copies[0]["width"]) * int(copies[0]["height"]) == 64 * piece

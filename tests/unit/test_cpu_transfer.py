@@ -53,8 +53,8 @@ def test_a_copy_of_thousands_of_tiny_pieces_takes_calls_of_1024(
     blocks = np.random.default_rng(2).permutation(n).astype(np.int32).reshape(1, n)
     target = engine.attach(layout, process.peer)
     target.submit(Direction.STORE, np.array([4096], np.uint64), blocks).wait()
-    by_block = memory.reshape(planes, n, piece).swapaxes(0, 1)[blocks[0]]
-    np.testing.assert_array_equal(pool.bytes[4096 : 4096 + memory.nbytes], by_block.reshape(-1))
+    by_plane = memory.reshape(planes, n, piece)[:, blocks[0]]
+    np.testing.assert_array_equal(pool.bytes[4096 : 4096 + memory.nbytes], by_plane.reshape(-1))
     assert n * planes > 4 * IOV_MAX
 
 
@@ -62,7 +62,7 @@ def test_neighbouring_blocks_become_one_piece_up_to_a_call(process: HostKvProces
     block = 64 << 10
     (region,) = process.allocate(512 * block)
     target = engine.attach(flat_layout(region, block), process.peer)
-    local, remote = target._pieces(np.array([0], np.uint64), np.arange(512, dtype=np.int32).reshape(1, 512))
+    local, remote = target._pieces(np.array([0], np.uint64), np.arange(512, dtype=np.int32).reshape(1, 512), slice(None))
     assert len(local) == 512 * block // CALL_BYTES
     assert (local["len"] == remote["len"]).all()
     assert int(local["len"].sum()) == region.size

@@ -89,9 +89,30 @@ def test_chunks_arrive_byte_for_byte_in_both_directions(case: KvCase, batch: int
         w.pool[REGION:] = w.rng.integers(0, 256, 7 * REGION, np.uint8)
         target.submit(Direction.STORE, offsets, table).wait()
         for offset, blocks in zip(offsets, table, strict=True):
-            keep = np.repeat(blocks >= 0, case.block_bytes)
+            keep = case.kept(blocks)
             at = int(offset)
             np.testing.assert_array_equal(w.pool[at : at + size][keep], back[at : at + size][keep])
+    w.engine.close()
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda c: c.name)
+def test_no_copy_reaches_from_one_page_locked_piece_into_the_next(
+    case: KvCase, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maru_sidecar.transfer.cuda_pinning.PIECE_BYTES", REGION)  # the driver refuses a copy that does
+    w = World()
+    layout, memory = w.cache(case)
+    target = w.engine.attach(layout, peer)
+    assert w.engine.pinning.join(10) is PinState.PINNED
+    size = 4 * case.block_bytes
+    falling = np.arange(11, -1, -1, dtype=np.int32).reshape(3, 4)
+    for offsets in (np.array([3, 2, 1]) * REGION, np.array([2 * REGION, 2 * REGION - size, 2 * REGION - 2 * size])):
+        wanted = [m.copy() for m in memory]
+        for offset, blocks in zip(offsets, falling, strict=True):
+            case.scatter(wanted, blocks, w.pool[int(offset) : int(offset) + size])
+        target.submit(Direction.LOAD, offsets.astype(np.uint64), falling).wait()
+        for got, want in zip(memory, wanted, strict=True):
+            np.testing.assert_array_equal(got, want)
     w.engine.close()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from maru_shm.copy_shapes import Copies
+from maru_shm.copy_shapes import Copies, as_rows
 from maru_shm.cuda.descriptors import (
     LOCATION_DEVICE,
     MEMCPY3D,
@@ -119,6 +119,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "cuMemUnmap": (_U64, _SIZE),
     "cuMemSetAccess": (_U64, _SIZE, _VOID, _SIZE),
     "cuMemcpy3DAsync_v2": (_VOID, _VOID),
+    "cuMemcpyHtoDAsync_v2": (_U64, _VOID, _SIZE, _VOID),
 }
 #: The batch calls of CUDA 12.8 (1) and 13.0 (2), which no longer tell the index of the operation that failed.
 _BATCH_CALLS: dict[int, dict[str, tuple[object, ...]]] = {
@@ -370,6 +371,15 @@ class CudaDriver:
             self._call("cuMemcpy3DBatchAsync_v2", len(used), used.ctypes.data, 0, stream)
         else:
             self._call("cuMemcpy3DBatchAsync", len(used), used.ctypes.data, ctypes.byref(_SIZE()), 0, stream)
+
+    def load_staged(self, copies: Copies, stream: int) -> None:
+        """Do ``copies`` host to device through memory of this process's own, row by row: slow, whatever the source is.
+
+        The driver has taken the bytes when a call returns, as it does with all memory that is not page-locked.
+        """
+        for row in as_rows(copies):
+            staged = ctypes.create_string_buffer(ctypes.string_at(int(row["host"]), int(row["width"])), int(row["width"]))
+            self._call("cuMemcpyHtoDAsync_v2", int(row["device"]), staged, int(row["width"]), stream)
 
     def _submit_one_by_one(self, direction: Direction, copies: Copies, used: Descriptors, stream: int) -> int:
         fill_3d(used, direction, copies)

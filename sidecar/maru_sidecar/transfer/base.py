@@ -1,8 +1,7 @@
 """What a transfer engine must do. One conformance suite runs on every implementation.
 
 A :class:`TransferEngine` moves whole chunks between the pool mapping and one worker's KV cache, imported once at attach as a
-:class:`KvTarget`. Slabs are block-major (``maru_shm.geometry``): block ``j`` of a chunk lies at
-``slab_offset + j * layout.block_bytes``, the pieces of all planes in plane order.
+:class:`KvTarget`. Slabs are plane-major (``maru_shm.geometry``): for each plane the pieces of a chunk's blocks.
 
 Rules
 - ``submit`` returns at once or after a bounded host-side cost; the bytes are there when the :class:`Copy` is done.
@@ -73,9 +72,23 @@ class KvTarget(Protocol):
         """Bytes a submission should hold at least, lest its overhead shows; 0 where any size is as good."""
         ...
 
-    def submit(self, direction: Direction, slab_offsets: npt.NDArray[np.uint64], blocks: npt.NDArray[np.int32]) -> Copy:
+    @property
+    def parts(self) -> int:
+        """Into how many parts a long span of chunks is best cut, each some planes of all its chunks; 1: into shorter spans."""
+        ...
+
+    def submit(
+        self,
+        direction: Direction,
+        slab_offsets: npt.NDArray[np.uint64],
+        blocks: npt.NDArray[np.int32],
+        *,
+        part: int = 0,
+        parts: int = 1,
+    ) -> Copy:
         """Start copying ``n`` chunks. ``slab_offsets``: shape (n,), bytes from the pool's start. ``blocks``: shape
-        (n, blocks per chunk), manager block ids or ``SKIP_BLOCK``."""
+        (n, blocks per chunk), manager block ids or ``SKIP_BLOCK``. ``part`` of ``parts``: that share of the planes; all
+        parts together are the chunks."""
         ...
 
     def close(self) -> None:

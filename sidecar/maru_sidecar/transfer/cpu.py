@@ -159,6 +159,7 @@ class CpuTarget:
     """One worker's KV cache in the memory of its process."""
 
     slice_hint = 0  #: a call per 1,024 pieces whatever the size
+    parts = 1
 
     def __init__(self, engine: CpuTransfer, layout: KvLayout, peer: Peer) -> None:
         self.layout = layout
@@ -172,9 +173,18 @@ class CpuTarget:
         self._in_flight = 0
         self._idle = threading.Condition()
 
-    def submit(self, direction: Direction, slab_offsets: npt.NDArray[np.uint64], blocks: npt.NDArray[np.int32]) -> CpuCopy:
+    def submit(
+        self,
+        direction: Direction,
+        slab_offsets: npt.NDArray[np.uint64],
+        blocks: npt.NDArray[np.int32],
+        *,
+        part: int = 0,
+        parts: int = 1,
+    ) -> CpuCopy:
         """See :class:`~maru_sidecar.transfer.base.KvTarget`. Small copies are done on return, well or not."""
-        local, remote = self._pieces(slab_offsets, blocks)
+        n = len(self._piece)
+        local, remote = self._pieces(slab_offsets, blocks, slice(part * n // parts, (part + 1) * n // parts))
         copy = CpuCopy(self, direction, local, remote)
         if not copy.has_work:  # every block skipped
             return copy
@@ -188,17 +198,18 @@ class CpuTarget:
         return copy
 
     def _pieces(
-        self, slab_offsets: npt.NDArray[np.uint64], blocks: npt.NDArray[np.int32]
+        self, slab_offsets: npt.NDArray[np.uint64], blocks: npt.NDArray[np.int32], planes: slice
     ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
         """Local and remote iovecs, pairwise of equal length, in slab order; neighbours merged up to CALL_BYTES."""
         n, per_chunk = blocks.shape
         ids = blocks.astype(np.uint64)
-        shape = (n, per_chunk, len(self._piece))
-        remote = self._address + ids[:, :, None] * self._stride
-        in_slab = (np.arange(per_chunk, dtype=np.uint64) * np.uint64(self.layout.block_bytes))[:, None] + self._within
+        piece = self._piece[planes, None]
+        shape = (n, len(piece), per_chunk)
+        remote = self._address[planes, None] + ids[:, None, :] * self._stride[planes, None]
+        in_slab = np.uint64(per_chunk) * self._within[planes, None] + np.arange(per_chunk, dtype=np.uint64) * piece
         local = np.uint64(self._engine.pool.address) + slab_offsets.astype(np.uint64)[:, None, None] + in_slab
-        sizes = np.broadcast_to(self._piece, shape)
-        keep = blocks != SKIP_BLOCK
+        sizes = np.broadcast_to(piece, shape)
+        keep = np.broadcast_to((blocks != SKIP_BLOCK)[:, None, :], shape)
         if not keep.all():
             remote, local, sizes = remote[keep], local[keep], sizes[keep]
         remote, local, sizes = remote.reshape(-1), local.reshape(-1), sizes.reshape(-1)

@@ -3,7 +3,7 @@
 Only registered memory is copied at the link's speed (55 GB/s against 7 to 12, H200). Registering costs 20 to 450 ms per GiB,
 by page size and by whether the pages exist, so it never happens on a request's path: it starts at the first attach, while
 the engine still warms up. A piece not yet registered is copied as pageable memory, slower and just as right; the driver
-decides per copy. Pieces start and end on region boundaries, so no slab lies in two.
+decides per copy. Pieces start and end on region boundaries, so no slab lies in two, and no copy may (``copy_shapes.py``).
 
 Where the driver refuses (confidential computing, a locked-memory limit, a device mapping it cannot pin) that is said once
 and the rest of the pool stays pageable.
@@ -15,6 +15,7 @@ import enum
 import logging
 import threading
 
+from maru_shm.copy_shapes import HostPieces
 from maru_shm.cuda.driver import CudaDriver, CudaError
 from maru_sidecar.transfer.base import PoolMapping
 
@@ -44,6 +45,10 @@ class PoolPinning:
         self.refusal = ""
         self.pinned_bytes = 0
         self._said = False
+
+    @property
+    def pieces(self) -> HostPieces:
+        return HostPieces(self._pool.address, self._piece)
 
     def start(self, driver: CudaDriver, context: int) -> None:
         """Begin unless begun."""
