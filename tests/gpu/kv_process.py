@@ -1,19 +1,15 @@
 """A process that owns a KV cache in GPU memory, as an engine does: torch there, nothing of the sidecar.
 
-:class:`KvProcess` is the test's end; :func:`_serve` runs in the child, a fresh interpreter (CUDA does not survive a fork).
+:class:`KvProcess` is the test's end; :class:`_Engine` is the child's (CUDA does not survive a fork).
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import socket
-import subprocess
-import sys
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,76 +18,21 @@ import numpy.typing as npt
 
 from maru_shm import segment as segments
 from maru_shm.geometry import CUDA_VMM_HANDLE, KvRegion, RegionKind
-from maru_sidecar.transfer.base import Peer
 from tests.support.client import Client
 from tests.support.kv_cases import cases
+from tests.support.kv_process import AnyKvProcess, random_bytes
+from tests.support.served_process import serve
 
-Bytes = npt.NDArray[np.uint8]
-ROOT = Path(__file__).resolve().parent.parent.parent
 
-
-class KvProcess:
-    """Commands run one at a time in the child; each method returns when its work there is done unless it says otherwise."""
-
+class KvProcess(AnyKvProcess):
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:  # no multiprocessing.Process: its resource tracker would outlive the test
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.gpu.kv_process", str(theirs.fileno())], pass_fds=[theirs.fileno()], cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-            )  # fmt: skip
-        self._pipe = Connection(ours.detach())
-        self.pidfd = os.pidfd_open(self.process.pid)
-        self.peer = Peer(self.process.pid, self.pidfd)
-
-    def start(self, command: str, *arguments: Any) -> None:
-        """Send a command; :meth:`result` takes its answer."""
-        self._pipe.send((command, arguments))
-
-    def result(self, timeout: float = 120) -> Any:
-        assert self._pipe.poll(timeout), "the engine process does not answer"
-        ok, value = self._pipe.recv()
-        assert ok, value
-        return value
-
-    def call(self, command: str, *arguments: Any) -> Any:
-        self.start(command, *arguments)
-        return self.result()
-
-    def allocate(self, *sizes: int) -> list[KvRegion]:
-        """New allocations in place of the old ones."""
-        regions: list[KvRegion] = self.call("allocate", *sizes)
-        return regions
-
-    def fill(self, seed: int) -> list[Bytes]:
-        """Random bytes everywhere; the same ones, here."""
-        return [random_bytes(seed + i, n) for i, n in enumerate(self.call("fill", seed))]
-
-    def read(self) -> list[Bytes]:
-        return [np.frombuffer(b, np.uint8) for b in self.call("read")]
+        super().__init__("tests.gpu.kv_process", timeout=120)
 
     def vmm(self, size: int) -> tuple[KvRegion, int]:
         """An exportable VMM allocation filled with 0x5A, and its descriptor here."""
         self.start("vmm", size)
-        fd = recv_handle(self._pipe)
+        fd = recv_handle(self.pipe)
         return self.result(), fd
-
-    def kill(self) -> None:
-        """SIGKILL, and wait until the kernel has taken it down."""
-        self.process.kill()
-        self.process.wait(60)
-
-    def close(self) -> None:
-        self._pipe.close()  # the child ends at end of file
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        os.close(self.pidfd)
-
-
-def random_bytes(seed: int, n: int) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, n, np.uint8)
 
 
 class _Engine:
@@ -262,18 +203,5 @@ class _Engine:
         return ""
 
 
-def _serve(pipe: Connection) -> None:
-    engine = _Engine(pipe)
-    while True:
-        try:
-            command, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send((True, getattr(engine, command)(*arguments)))
-        except Exception as e:  # noqa: BLE001 - told to the test, whatever it is
-            pipe.send((False, f"{type(e).__name__}: {e}"))
-
-
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+    serve(_Engine)

@@ -1,54 +1,24 @@
 """An engine in a process of its own, with a KV cache in its memory: something to attach, to watch and to kill.
 
-The child runs :func:`_serve`: a :class:`~tests.support.client.Client` and its :class:`~tests.support.client.KvCache`, driven
-over a pipe.
+The child holds a :class:`~tests.support.client.Client` and its :class:`~tests.support.client.KvCache`.
 """
 
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
 from maru_shm import layout as L
 from tests.support.client import Client, KvCache
+from tests.support.served_process import ServedProcess, serve
 
-ROOT_DIRECTORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-
-class EngineProcess:
+class EngineProcess(ServedProcess):
     """``call(name, …)`` runs a method of :class:`_Engine` in the child and returns its result."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:  # no multiprocessing: its resource tracker would outlive the test
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())], pass_fds=[theirs.fileno()], cwd=ROOT_DIRECTORY
-            )
-        self._pipe = Connection(ours.detach())
-        self.pid = self.process.pid
-
-    def call(self, command: str, *arguments: Any, timeout: float = 60) -> Any:
-        self._pipe.send((command, arguments))
-        assert self._pipe.poll(timeout), f"the engine process does not answer {command}"
-        ok, value = self._pipe.recv()
-        assert ok, value
-        return value
-
-    def kill(self) -> None:
-        """SIGKILL, and wait until the kernel has taken it down."""
-        self.process.kill()
-        self.process.wait(60)
-
-    def close(self) -> None:
-        self._pipe.close()  # the child ends at end of file
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        super().__init__(__name__)
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -61,6 +31,9 @@ class _Engine:
     cache: KvCache
     worker: Client
     scheduler: Client
+
+    def __init__(self, pipe: Connection) -> None:
+        """Nothing is attached yet."""
 
     def attach(self, socket: str, options: dict[str, Any], cache: dict[str, Any]) -> tuple[str, str]:
         """Attach both halves; returns the names of their segments."""
@@ -102,18 +75,5 @@ class _Engine:
         return os.getpid()
 
 
-def _serve(pipe: Connection) -> None:
-    engine = _Engine()
-    while True:
-        try:
-            command, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send((True, getattr(engine, command)(*arguments)))
-        except Exception as e:  # noqa: BLE001 - told to the test, whatever it is
-            pipe.send((False, f"{type(e).__name__}: {e}"))
-
-
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+    serve(_Engine)

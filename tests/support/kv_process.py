@@ -5,45 +5,29 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import socket
-import subprocess
-import sys
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from maru_shm.geometry import KvRegion, RegionKind
 from maru_sidecar.transfer.base import Peer
+from tests.support.served_process import ServedProcess, serve
 
 Bytes = npt.NDArray[np.uint8]
-ROOT_DIRECTORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def random_bytes(seed: int, n: int) -> Bytes:
     return np.frombuffer(np.random.default_rng(seed).bytes(n), np.uint8).copy()
 
 
-class HostKvProcess:
-    """Each method returns when its work in the child is done."""
+class AnyKvProcess(ServedProcess):
+    """A process with a KV cache, wherever its memory is. Each method returns when its work in the child is done."""
 
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())], pass_fds=[theirs.fileno()], cwd=ROOT_DIRECTORY
-            )
-        self._pipe = Connection(ours.detach())
-        self.pidfd = os.pidfd_open(self.process.pid)
-        self.peer = Peer(self.process.pid, self.pidfd)
-
-    def call(self, command: str, *arguments: Any) -> Any:
-        self._pipe.send((command, arguments))
-        assert self._pipe.poll(60), "the KV process does not answer"
-        ok, value = self._pipe.recv()
-        assert ok, value
-        return value
+    def __init__(self, module: str, *, timeout: float = 60.0) -> None:
+        super().__init__(module, timeout=timeout)
+        self.pidfd = os.pidfd_open(self.pid)
+        self.peer = Peer(self.pid, self.pidfd)
 
     def allocate(self, *sizes: int) -> list[KvRegion]:
         """New allocations in place of the old ones."""
@@ -57,24 +41,20 @@ class HostKvProcess:
     def read(self) -> list[Bytes]:
         return [np.frombuffer(b, np.uint8) for b in self.call("read")]
 
-    def kill(self) -> None:
-        """SIGKILL, and wait until the kernel has taken it down."""
-        self.process.kill()
-        self.process.wait(60)
-
     def close(self) -> None:
-        self._pipe.close()  # the child ends at end of file
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        super().close()
         os.close(self.pidfd)
+
+
+class HostKvProcess(AnyKvProcess):
+    def __init__(self) -> None:
+        super().__init__(__name__)
 
 
 class _Memory:
     """The child's side."""
 
-    def __init__(self) -> None:
+    def __init__(self, pipe: Connection) -> None:
         self.memory: list[Bytes] = []
 
     def allocate(self, *sizes: int) -> list[KvRegion]:
@@ -99,18 +79,5 @@ class _Memory:
         return [KvRegion(RegionKind.PROCESS_VM, address, size)]
 
 
-def _serve(pipe: Connection) -> None:
-    memory = _Memory()
-    while True:
-        try:
-            command, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send((True, getattr(memory, command)(*arguments)))
-        except Exception as e:  # noqa: BLE001 - told to the test, whatever it is
-            pipe.send((False, f"{type(e).__name__}: {e}"))
-
-
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+    serve(_Memory)
