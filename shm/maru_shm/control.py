@@ -8,7 +8,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -16,7 +16,8 @@ import msgspec
 from maru_shm import messages as M
 from maru_shm.errors import ProtocolViolation, SidecarUnavailable
 
-MAX_FDS = 64
+MAX_FDS = 64  #: beside one message
+_SCM_MAX_FD = 253  #: what the kernel lets a packet carry; it closes those without room here, and a close may block
 _BUSY_RETRY_S = 0.01
 _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
@@ -43,29 +44,46 @@ def send(sock: socket.socket, message: M.ClientMessage | M.SidecarMessage, fds: 
     sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
 
 
-def receive(sock: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> tuple[T, list[int]] | None:
+def close_all(fds: list[int]) -> None:
+    """Close descriptors; the list is empty afterwards."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    fds.clear()
+
+
+def receive(
+    sock: socket.socket, decoder: msgspec.msgpack.Decoder[T], discard: Callable[[list[int]], None] = close_all
+) -> tuple[T, list[int]] | None:
     """Receive one message and its descriptors (the caller's to close); None at end of file.
 
     Raises ``BlockingIOError`` on an empty non-blocking socket, :class:`ProtocolViolation` for garbage or a truncated
-    packet (its descriptors are closed).
+    packet. Its descriptors go to ``discard``, for those to whom a close that takes its time is one too many.
     """
-    data, ancillary, flags, _ = sock.recvmsg(M.MAX_MESSAGE + 1, socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC)
-    fds = array.array("i")
+    data, ancillary, flags, _ = sock.recvmsg(M.MAX_MESSAGE + 1, socket.CMSG_SPACE(_SCM_MAX_FD * 4), socket.MSG_CMSG_CLOEXEC)
+    received = array.array("i")
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+            received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
+    fds = list(received)
     try:
         if not data and not fds:
             return None
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > MAX_FDS:
             raise ProtocolViolation(f"control packet longer than {M.MAX_MESSAGE} bytes or {MAX_FDS} descriptors", "")
-        return decoder.decode(data), list(fds)
-    except (msgspec.MsgspecError, ProtocolViolation) as e:
-        for fd in fds:
-            os.close(fd)
-        if isinstance(e, ProtocolViolation):
-            raise
+        return decoder.decode(data), fds
+    except ProtocolViolation:
+        discard(fds)
+        raise
+    except (msgspec.MsgspecError, RecursionError) as e:
+        discard(fds)
         raise ProtocolViolation(f"control message not understood: {e}", "run the same release on both sides") from e
+
+
+def carries_descriptors(sock: socket.socket) -> bool:
+    """Whether the next message has descriptors beside it; it is not received. Raises as ``recvmsg`` does."""
+    _, _, flags, _ = sock.recvmsg(1, 0, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    return bool(flags & socket.MSG_CTRUNC)
 
 
 def _refuse_foreign_directory(path: str) -> None:

@@ -2,7 +2,7 @@
 
 ::
 
-    0                     pool header      4 KiB
+    0                     pool header      4 KiB (a second copy at 2048 where it is stored through a mapping)
     4 KiB .. 1 region     unused           so that every region starts on a region boundary
     region_bytes × i      region i (i ≥ 1)
         0                 region header    4 KiB
@@ -39,6 +39,7 @@ SLAB_MAGIC = int.from_bytes(b"MARUSLAB", "little")
 FORMAT = 1  #: another format is refused, never reinterpreted
 
 HEADER_BYTES = 4096
+POOL_HEADER_COPY_OFFSET = 2048  #: written before the header itself, read if that fails its CRC
 DATA_ALIGN = 4096
 
 #: magic, format, flags, uuid, pool bytes, region bytes, n_regions (including the header's), created (ns since the epoch),

@@ -243,6 +243,13 @@ class SidecarRecords:
         """Whether the client has set the cancel word of ``ticket``."""
         return self._words[self._base(ticket) // 8 + L.CANCEL_WORD] != 0
 
+    def forbid(self, ticket: int) -> bool:
+        """Set the cancel word in the client's stead: its session ends. True if no copy runs or will run."""
+        at = self._base(ticket) // 8
+        self._words[at + L.CANCEL_WORD] = 1
+        full_fence()  # SYNC POINT: pairs with begin_copy
+        return self._words[at + L.COPYING_WORD] == 0
+
     def begin_copy(self, ticket: int) -> bool:
         """Announce a copy that touches the client's memory; False (and nothing announced) if it was cancelled."""
         at = self._base(ticket) // 8

@@ -228,28 +228,47 @@ def cache_clear(
     click.echo(f"{done.n} chunks dropped{kept}")
 
 
-@cache.command("pin")
+@cache.command("pin", epilog=EXIT_CODES_HELP)
 @admin_options
 @click.argument("namespace")
 @click.argument("keys", nargs=-1, required=True)
 def cache_pin(socket: str | None, timeout: float, fmt: Format, namespace: str, keys: tuple[str, ...]) -> None:
-    """Exclude chunks from eviction; stops at the first KEY that is absent. `-` reads keys from standard input."""
+    """Exclude chunks from eviction; `-` reads keys from standard input.
+
+    Stops at the first KEY that is absent, names it and exits with 10; the chunks before it stay pinned.
+    """
     wanted = _keys(keys)
     with connected(socket, timeout) as client:
         n = client.pin(namespace, wanted)
-    echo_json({"pinned": n, "asked": len(wanted)}) if fmt == "json" else click.echo(f"{n} of {len(wanted)} chunks pinned")
+    _report_pins("pinned", n, wanted, fmt)
 
 
-@cache.command("unpin")
+@cache.command("unpin", epilog=EXIT_CODES_HELP)
 @admin_options
 @click.argument("namespace")
 @click.argument("keys", nargs=-1, required=True)
 def cache_unpin(socket: str | None, timeout: float, fmt: Format, namespace: str, keys: tuple[str, ...]) -> None:
-    """Allow eviction again; stops at the first KEY that is absent. `-` reads keys from standard input."""
+    """Allow eviction again; `-` reads keys from standard input.
+
+    Stops at the first KEY that is absent, names it and exits with 10; the chunks before it are unpinned.
+    """
     wanted = _keys(keys)
     with connected(socket, timeout) as client:
         n = client.unpin(namespace, wanted)
-    echo_json({"unpinned": n, "asked": len(wanted)}) if fmt == "json" else click.echo(f"{n} of {len(wanted)} chunks unpinned")
+    _report_pins("unpinned", n, wanted, fmt)
+
+
+def _report_pins(what: str, n: int, wanted: list[str], fmt: Format) -> None:
+    """``n`` leading keys of ``wanted`` were there."""
+    missing = wanted[n] if n < len(wanted) else None
+    if fmt == "json":
+        echo_json({what: n, "asked": len(wanted), "not_found": missing, "not_tried": max(0, len(wanted) - n - 1)})
+    else:
+        click.echo(f"{n} of {len(wanted)} chunks {what}")
+    if missing is not None:
+        rest = f"; not tried: {len(wanted) - n - 1}" if n + 1 < len(wanted) else ""
+        click.echo(f"{PROGRAM}: {missing} is not in the pool{rest}", err=True)
+        sys.exit(ExitCode.NOT_FOUND)
 
 
 def _keys(given: tuple[str, ...]) -> list[str]:

@@ -55,20 +55,27 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How bytes move."""
 
     checksum: Literal["auto", "on", "off"] = "auto"  #: auto: where the CPU moves the bytes anyway
-    bytes_in_flight: int = 256 << 20  #: per device and direction
+    bytes_in_flight: int = 256 << 20  #: per GPU, or worker in host memory, and direction
     slice_bytes: int = 64 << 20  #: a load or store is cut into copies of this size, so that others get their turn
-    cpu_threads: int = 0  #: copying threads of the cpu engine; 0: by the number of cores, 2 to 4
+    cpu_threads: int = 0  #: threads that share one large copy of the cpu engine; 0: by the number of cores, 2 to 4
+    copy_timeout_s: float = 30.0  #: a worker in host memory whose copy takes longer loses its session; a GPU is unhealthy then
     fence_timeout_s: float = 60.0  #: a load or store whose fence has not arrived by then fails
     store_patience_s: float = 0.02  #: a store waits this long for loads to end before each of its slices
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one engine may ask for at attach."""
+    """What engines may ask for at attach. Together they bound the memory that clients can make the daemon spend.
+
+    A session's requests and leases take at most three times its segment of the daemon's heap, its copies about 100 bytes a
+    piece, its place in the tables 2 MiB.
+    """
 
     max_records: int = 4096
     max_keys: int = 1 << 14  #: per request; a lookup of so many takes about 5 ms of the main thread
     max_blocks: int = 1 << 20  #: per request
-    segment_bytes: int = 512 << 20
+    max_pieces: int = 1 << 16  #: blocks × planes of a chunk: each piece is a descriptor of its copy
+    segment_bytes: int = 512 << 20  #: of one session, in /dev/shm
+    total_segment_bytes: int = 8 << 30  #: of all sessions
     max_engines: int = 64
     max_sessions: int = 256
 
@@ -294,9 +301,10 @@ def _bounds(c: Config) -> Iterator[tuple[str, object, bool, str]]:
     yield "transfer.bytes_in_flight", t.bytes_in_flight, t.bytes_in_flight >= t.slice_bytes, "at least transfer.slice_bytes"
     yield "transfer.cpu_threads", t.cpu_threads, 0 <= t.cpu_threads <= 64, "0 (by cores) to 64"
     yield "transfer.fence_timeout_s", t.fence_timeout_s, t.fence_timeout_s > 0, "above 0 seconds"
+    yield "transfer.copy_timeout_s", t.copy_timeout_s, t.copy_timeout_s > 0, "above 0 seconds"
     yield "transfer.store_patience_s", t.store_patience_s, 0 <= t.store_patience_s <= 10, "0 to 10 seconds"
     yield "limits.max_records", c.limits.max_records, 0 < c.limits.max_records <= 1 << 16, "1 to 65536"
-    for name in ("max_keys", "max_blocks", "segment_bytes", "max_engines", "max_sessions"):
+    for name in ("max_keys", "max_blocks", "max_pieces", "segment_bytes", "total_segment_bytes", "max_engines", "max_sessions"):
         yield f"limits.{name}", getattr(c.limits, name), getattr(c.limits, name) > 0, "above 0"
     d = c.daemon
     yield "daemon.spin_us", d.spin_us, 0 <= d.spin_us <= 10_000, "0 to 10000 microseconds"

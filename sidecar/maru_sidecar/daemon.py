@@ -1,8 +1,8 @@
 """The daemon: wiring, main loop, start and stop.
 
 *Threads.* The main thread runs one loop over the control socket, the clients, their rings and the clock. It answers lookups
-itself and never waits for anything but its epoll. Each device has a loader and a writer; importing and forgetting KV caches,
-cache administration, opening the pool and touching its pages run in threads of their own.
+itself and never waits for anything but its epoll. Each GPU, and each worker in host memory, has a loader and a writer;
+importing and forgetting KV caches, cache administration, opening the pool and touching its pages run in threads of their own.
 
 *Sleeping.* After a request the loop spins for ``spin_us``, since the next step of an engine often follows at once; then it arms
 every ring, fences once, looks at every ring again, and sleeps in epoll. A ring armed when its client publishes gets a doorbell.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,17 +32,19 @@ from maru_shm.errors import ConfigError, ProtocolViolation
 from maru_shm.segment import process_start_time
 from maru_sidecar import harvest
 from maru_sidecar import status as reports
+from maru_sidecar.attaching import Identity
 from maru_sidecar.config import Config
-from maru_sidecar.control_server import ControlServer, instance_of
+from maru_sidecar.control_server import ControlServer
 from maru_sidecar.directory import Directory
 from maru_sidecar.dispatch import KEYS_PER_TURN, Dispatcher
-from maru_sidecar.eviction import Watermarks
 from maru_sidecar.lanes import Lanes
+from maru_sidecar.listener import instance_of
+from maru_sidecar.opener import Found, GivenUp, Opening, PoolOpener
 from maru_sidecar.poller import Poller
 from maru_sidecar.pool import PoolFile
 from maru_sidecar.prefault import Prefault
 from maru_sidecar.service import ControlService
-from maru_sidecar.sessions import Identity, Session, Sessions
+from maru_sidecar.sessions import Session, Sessions
 from maru_sidecar.tickets import Counters
 
 if TYPE_CHECKING:
@@ -51,11 +52,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_HANGING = 16  #: engines whose memory does not answer; with more, a restart is the better way to get their threads back
 STOP_TIMEOUT_S = 10.0  #: for ending sessions and threads, after the drain
-
-
-class _Stopped(Exception):
-    """Raised in the opening thread when the daemon stops before its pool is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +62,6 @@ class Health:
 
     good: bool
     reason: str = ""
-
-
-@dataclass(slots=True)
-class Opening:
-    """How far the pool is."""
-
-    done_bytes: int = 0
-    total_bytes: int = 0
-    began_s: float = 0.0
-    seconds: float = 0.0  #: once it is open
 
 
 class Sidecar:
@@ -99,7 +87,7 @@ class Sidecar:
         self.generation = time.time_ns()
         self.started_s = time.monotonic()
         self.counters = Counters()
-        self.opening = Opening()
+        self.opening = Opening()  #: how far the pool is
         self.harvested = harvest.Harvest()
         self.settled = True  #: False after :meth:`run` if copies or attaches hung at the end: their threads cannot be joined
         self.violations = 0  #: sessions ended for what their client wrote into the segment
@@ -112,7 +100,6 @@ class Sidecar:
         self.on_ready: list[Callable[[], None]] = []
         self.on_progress: list[Callable[[], None]] = []
         self.on_stopping: list[Callable[[], None]] = []
-        self._pool_fd = pool_fd
         self._dispatcher: Dispatcher | None = None
         self._failure: BaseException | None = None
         self._stop_asked = 0
@@ -121,14 +108,28 @@ class Sidecar:
         self._told = Health(True)
         self.poller = Poller()
         self.service = ControlService(self, self.poller)
-        self.server = ControlServer(config.control, self.poller, self.service, activated_fd)
+        try:
+            self.server = ControlServer(config.control, self.poller, self.service, activated_fd)
+        except BaseException:
+            self.poller.close()
+            raise
         self.service.server = self.server
-        self._opener = threading.Thread(target=self._open_pool, name="maru-open", daemon=True)
+        self._opener = PoolOpener(
+            config, self.instance, pool_fd, self.opening, call_soon=self.poller.call_soon, ended=self._open_ended
+        )
+
+    def close(self) -> None:
+        """End without having run: everything that the constructor made is gone again."""
+        self.service.close()
+        self.server.close()
+        self.poller.close()
+        self._opener.close()
 
     # --- any thread -----------------------------------------------------------------------------------------------------------
     def stop(self) -> None:
         """Drain and end; a second call ends without waiting for work in flight."""
         self._stop_asked += 1
+        self._opener.give_up()
         self.poller.call_soon(lambda: None)
 
     def health(self) -> Health:
@@ -143,6 +144,8 @@ class Sidecar:
             return Health(False, f"not running: {', '.join(dead)}")
         if hanging := lanes.hanging_threads():
             return Health(False, f"a copy does not end: {', '.join(hanging)}")
+        if self.sessions is not None and (n := self.sessions.hanging) > MAX_HANGING:
+            return Health(False, f"the memory of {n} engines does not answer, their threads hang")
         return Health(True)
 
     def ready(self) -> tuple[bool, str]:
@@ -164,7 +167,7 @@ class Sidecar:
     def drain(self) -> None:
         """Refuse new work from now on (idempotent)."""
         if self.state is L.SidecarState.READY:
-            log.info("draining: %d tickets in flight", self.sessions.in_flight() if self.sessions else 0)
+            log.info("draining: %d tickets in flight", self.sessions.in_flight() if self.sessions is not None else 0)
             self._set_state(L.SidecarState.DRAINING)
 
     def _set_state(self, state: L.SidecarState) -> None:
@@ -175,72 +178,18 @@ class Sidecar:
             self.sessions.set_state(state)
 
     # --- start ----------------------------------------------------------------------------------------------------------------
-    def _open_pool(self) -> None:
-        """In the opening thread: pool, directory, the leases of the generation before."""
-        self.opening.began_s = time.monotonic()
-        pool: PoolFile | None = None
-        try:
-            pool = self._open_pool_file()
-            for warning in pool.warnings:
-                log.warning("pool %s: %s", self.config.pool.file_path, warning)
-            cache = self.config.cache
-            marks = Watermarks(cache.high_watermark, cache.low_watermark)
-            directory = self._make_directory(pool, marks)
-            report = directory.rebuild()
-            self.harvested = harvest.sweep(
-                self.instance, directory,
-                max_ttl_s=self.config.cache.lease_ttl_s, max_bytes=self.config.limits.segment_bytes,
-            )  # fmt: skip
-            dropped = {what: n for what, n in report.as_dict().items() if n and what not in ("kept", "bytes")}
-            log.info(
-                "pool %s: %d slabs kept, dropped: %s; %d leases taken over",
-                self.config.pool.file_path, report.kept, dropped or "none", self.harvested.leases,
-            )  # fmt: skip
-        except BaseException as e:  # noqa: BLE001 - raised again in the main thread
-            if pool is not None:
-                pool.close(clean=False)
-            self._failure = e
-            self.poller.call_soon(lambda: None)
+    def _open_ended(self, found: Found | BaseException) -> None:
+        if isinstance(found, BaseException):
+            self._failure = found
             return
-        self.opening.seconds = time.monotonic() - self.opening.began_s
-        self.poller.call_soon(lambda: self._try_pool_opened(pool, directory))
-
-    def _make_directory(self, pool: PoolFile, marks: Watermarks) -> Directory:
-        cache = self.config.cache
-        if not self.config.server.endpoint:
-            return Directory(pool, watermarks=marks, default_quota=cache.namespace_quota)
-        from maru_sidecar.sharing.node import Node
-
-        node = self.node = Node(self.config, pool, self.instance, self.poller.call_soon)
-        directory = Directory(
-            pool, watermarks=marks, default_quota=cache.namespace_quota, rights=node.rights, mine=node.claimed,
-            events=node.events,
-        )  # fmt: skip
-        node.bind(directory, lease_ttl_s=cache.lease_ttl_s)
-        return directory
-
-    def _open_pool_file(self) -> PoolFile:
-        if self._pool_fd is None:
-            return PoolFile.open(self.config.pool, self._opening_progress)
         try:
-            return PoolFile.from_fd(self._pool_fd, self.config.pool, self._opening_progress)
-        finally:
-            os.close(self._pool_fd)
-
-    def _opening_progress(self, done: int, total: int) -> None:
-        self.opening.done_bytes, self.opening.total_bytes = done, total
-        if self._stop_asked:
-            raise _Stopped
-
-    def _try_pool_opened(self, pool: PoolFile, directory: Directory) -> None:
-        try:
-            self._pool_opened(pool, directory)
+            self._pool_opened(found)
         except Exception as e:  # noqa: BLE001 - raised again by run()
             self._failure = e
 
-    def _pool_opened(self, pool: PoolFile, directory: Directory) -> None:
-        config = self.config
-        self.pool, self.directory = pool, directory
+    def _pool_opened(self, found: Found) -> None:
+        config, pool, directory = self.config, found.pool, found.directory
+        self.pool, self.directory, self.node, self.harvested = pool, directory, found.node, found.harvested
         self.lanes = Lanes(pool, directory, config.transfer, self.node.slabs if self.node is not None else None)
         identity = Identity(self.instance, self.generation, os.getpid(), process_start_time(os.getpid()))
         self.sessions = Sessions(
@@ -266,7 +215,7 @@ class Sidecar:
             self._loop()
         finally:
             self._shut_down()
-        if self._failure is not None and not isinstance(self._failure, _Stopped):
+        if self._failure is not None and not isinstance(self._failure, GivenUp):
             raise self._failure
 
     def _loop(self) -> None:
@@ -328,6 +277,7 @@ class Sidecar:
             for session in self.sessions.live.values():
                 session.segment.words[L.WORD_SIDECAR_BEAT] = now
             self.directory.expire(now)
+            self.sessions.give_up_hanging(self.config.transfer.copy_timeout_s)
             if self.node is not None:
                 self.node.lookups.leases.sweep(self.sessions.live.__contains__, now)
                 self.node.tick()
@@ -353,7 +303,7 @@ class Sidecar:
                 hook()
             self.drain()
         if self.sessions is None:
-            return not self._opener.is_alive()
+            return not self._opener.alive
         return not self.sessions.in_flight() or now > self._stop_deadline or self._stop_asked > 1
 
     # --- stop -----------------------------------------------------------------------------------------------------------------
@@ -388,7 +338,7 @@ class Sidecar:
         for session in tuple(self.sessions.live.values()):
             self.sessions.end(session, "the sidecar stops")
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        while not self.sessions.settled and time.monotonic() < deadline:
+        while not self.sessions.only_hanging and time.monotonic() < deadline:
             self.poller.poll(0.05)
             for session in tuple(self.sessions.live.values()):  # attached meanwhile
                 self.sessions.end(session, "the sidecar stops")

@@ -15,7 +15,8 @@ import struct
 import threading
 from collections.abc import Iterable
 
-_THREADS = 4  #: that may hang in a close before further ones wait
+_THREADS = 16  #: that may hang in a close before further ones wait
+CLOGGED = 1024  #: descriptors that wait; more are not taken in from clients until some have been closed
 _NO_LINGER = struct.pack("ii", 0, 0)
 
 
@@ -27,10 +28,12 @@ class _Closer:
         self._lock = threading.Lock()
         self._started = 0
         self._idle = 0
+        self.pending = 0  #: descriptors not closed yet
 
     def close(self, fds: Iterable[int]) -> None:
         for fd in fds:
             with self._lock:
+                self.pending += 1
                 self._fds.put(fd)
                 if self._fds.qsize() > self._idle and self._started < _THREADS:
                     self._started += 1
@@ -44,6 +47,8 @@ class _Closer:
             with self._lock:
                 self._idle -= 1
             _close(fd)
+            with self._lock:
+                self.pending -= 1
 
 
 def _close(fd: int) -> None:
@@ -62,3 +67,8 @@ def close_later(fds: list[int]) -> None:
     """Close descriptors received from a client, in a thread; the list is empty afterwards."""
     _closer.close(fds)
     fds.clear()
+
+
+def pending() -> int:
+    """How many descriptors wait for their close, or hang in it."""
+    return _closer.pending

@@ -55,7 +55,7 @@ class Presence(enum.Enum):
     """Why :meth:`Directory.reserve` gave no slab; in each case the caller stores nothing."""
 
     PRESENT = "present"  #: this rank's slab is committed
-    PENDING = "pending"  #: somebody is writing it now
+    PENDING = "pending"  #: somebody is writing it now, or room for it is on its way: ask again
     DECLINED = "declined"  #: the admission policy does not want it
 
 
@@ -78,6 +78,10 @@ class PoolEvents(Protocol):
 
     def low(self, stride: int) -> None:
         """The last empty region is in use; ``stride`` bytes were asked for."""
+        ...
+
+    def growing(self) -> bool:
+        """Whether another region may be here in a moment: waiting for it is better than evicting."""
         ...
 
 
@@ -338,9 +342,13 @@ class Directory:
             for c in needed:
                 self._held.pin(c)
             ns.pending[key, rank] = None
+            growing = self._events is not None and self._events.growing()
             try:
-                slab = self._room.take(ns, stride)
+                slab = self._room.take(ns, stride, evict=not growing)
             except PoolError as e:
+                if growing and isinstance(e, PoolFull):
+                    self._end_pending(ns, header, needed)
+                    return Presence.PENDING
                 self._counts["full"] += isinstance(e, PoolFull)
                 self._end_pending(ns, header, needed)
                 self._tell_if_low(stride)

@@ -19,6 +19,9 @@ from maru_shm.layout import KEY_BYTES, Role
 from maru_shm.messages import Attach, RefusalCode
 
 MAX_WORLD = 4096
+MAX_PIECES = 1 << 16
+_SLAB_NAME_BYTES = 8  #: of the directory's heap, for each rank of each chunk
+_INDEX_SHARE = 4  #: and that may be a quarter of the slab itself
 MAX_ID = 256
 
 
@@ -59,7 +62,8 @@ class Engine:
 class EngineRegistry:
     """Engines by id."""
 
-    def __init__(self, region_bytes: int, max_engines: int) -> None:
+    def __init__(self, region_bytes: int, max_engines: int, max_pieces: int = MAX_PIECES) -> None:
+        self._max_pieces = max_pieces
         self._region_bytes = region_bytes
         self._max_engines = max_engines
         self.engines: dict[str, Engine] = {}
@@ -158,7 +162,22 @@ class EngineRegistry:
                 f"chunks of {attach.chunk_tokens} tokens, blocks of {layout.block_tokens}",
                 "set maru.chunk_tokens to a multiple of the block size",
             )
-        slab_bytes = attach.chunk_tokens // layout.block_tokens * layout.block_bytes
+        blocks = attach.chunk_tokens // layout.block_tokens
+        pieces = blocks * len(layout.planes)
+        if pieces > self._max_pieces:
+            raise Refusal(
+                RefusalCode.LIMIT,
+                f"a chunk of {blocks} blocks in {len(layout.planes)} planes is {pieces} pieces",
+                f"at most limits.max_pieces ({self._max_pieces}): lower maru.chunk_tokens",
+            )
+        slab_bytes = blocks * layout.block_bytes
+        index, most = attach.world_size * _SLAB_NAME_BYTES, P.slab_stride(slab_bytes) // _INDEX_SHARE
+        if index > most:
+            raise Refusal(
+                RefusalCode.LIMIT,
+                f"a world of {attach.world_size} ranks takes {index} bytes of the directory for a slab of {slab_bytes} bytes",
+                f"at most {most}, a quarter of the slab: raise maru.chunk_tokens",
+            )
         if P.region_plan(self._region_bytes, slab_bytes)[0] < 1:
             raise Refusal(
                 bad,

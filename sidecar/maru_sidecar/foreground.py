@@ -19,6 +19,8 @@ from maru_sidecar.progress import StartReport
 
 log = logging.getLogger(__name__)
 
+_STOPPING = (signal.SIGTERM, signal.SIGINT)
+
 
 def run(config: Config) -> int:
     """See :func:`maru_sidecar.daemon.run_foreground`."""
@@ -29,18 +31,24 @@ def run(config: Config) -> int:
     _raise_descriptor_limit()
     manager = ServiceManager.from_environment()
     pool_fd = stored_pool(manager, config.pool) if not config.pool.shared else None
-    sidecar = Sidecar(config, manager.take_fd(CONTROL_FD), pool_fd)
-    for name in manager.close_unused():
-        log.warning("descriptor %r from the service manager is not used", name)
-    if pool_fd is None and not config.pool.shared:  # a shared pool is not this service's alone to keep
-        sidecar.on_ready.append(lambda: _store_pool(manager, sidecar))
-    sidecar.on_progress.append(StartReport(sidecar, manager.status, sys.stderr if sys.stderr.isatty() else None))
-    sidecar.on_stopping.append(lambda: _stopping(manager))
-    if (interval := manager.watchdog_interval_s) is not None:
-        sidecar.on_progress.append(_every(interval, manager.watchdog))
-    with _signals_stop(sidecar), _http(config.http.address, sidecar):
+    with contextlib.ExitStack() as undo:
+        stop = undo.enter_context(_signals_stop())
+        sidecar = Sidecar(config, manager.take_fd(CONTROL_FD), pool_fd)
+        never_ran = undo.enter_context(contextlib.ExitStack())
+        never_ran.callback(sidecar.close)
+        for name in manager.close_unused():
+            log.warning("descriptor %r from the service manager is not used", name)
+        if pool_fd is None and not config.pool.shared:  # a shared pool is not this service's alone to keep
+            sidecar.on_ready.append(lambda: _store_pool(manager, sidecar))
+        sidecar.on_progress.append(StartReport(sidecar, manager.status, sys.stderr if sys.stderr.isatty() else None))
+        sidecar.on_stopping.append(lambda: _stopping(manager))
+        if (interval := manager.watchdog_interval_s) is not None:
+            sidecar.on_progress.append(_every(interval, manager.watchdog))
+        undo.enter_context(_http(config.http.address, sidecar))
         manager.ready("opening the pool")  # the socket answers already; attaches wait for the pool
         log.info("listening on %s, instance %s", config.control.socket, sidecar.instance)
+        never_ran.pop_all()
+        stop.tell(sidecar)
         sidecar.run()
     if not sidecar.settled:  # the interpreter would wait for the threads that hang, and be killed in the end
         log.error("threads hang in copies or attaches; ending without them")
@@ -74,23 +82,39 @@ def _every(interval_s: float, call: Callable[[], object]) -> Callable[[], None]:
     return hook
 
 
+class _Stop:
+    """What SIGTERM and SIGINT do: stop the daemon, or be remembered until there is one."""
+
+    def __init__(self) -> None:
+        self._sidecar: Sidecar | None = None
+        self._asked = 0
+
+    def ask(self, _number: int, _frame: object) -> None:
+        """The handler. No logging here: it may interrupt the log's own write."""
+        self._asked += 1
+        if self._sidecar is not None:
+            self._sidecar.stop()
+
+    def tell(self, sidecar: Sidecar) -> None:
+        self._sidecar = sidecar
+        if self._asked:
+            sidecar.stop()
+
+
 @contextlib.contextmanager
-def _signals_stop(sidecar: Sidecar) -> Iterator[None]:
-    """SIGTERM and SIGINT stop the daemon; afterwards they are ignored.
+def _signals_stop() -> Iterator[_Stop]:
+    """SIGTERM and SIGINT stop the daemon, from before its socket is made; afterwards they are ignored.
 
     The interpreter restores the default action while it exits, for signals that have a handler: one more SIGTERM then would
     make an orderly stop look like a kill.
     """
-
-    def on_signal(_number: int, _frame: object) -> None:
-        sidecar.stop()  # no logging here: the handler may interrupt the log's own write
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    stop = _Stop()
+    for number in _STOPPING:
+        signal.signal(number, stop.ask)
     try:
-        yield
+        yield stop
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _STOPPING:
             signal.signal(number, signal.SIG_IGN)
 
 
@@ -100,7 +124,8 @@ def _http(address: str, sidecar: Sidecar) -> Iterator[None]:
     if not address:
         yield
         return
-    from maru_sidecar.http import HttpServer, Sources, parse_address
+    from maru_shm.http import parse_address
+    from maru_sidecar.http import HttpServer, Sources
 
     def healthy() -> tuple[bool, str]:
         health = sidecar.health()

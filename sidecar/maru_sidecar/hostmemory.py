@@ -13,6 +13,9 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from maru_shm.poolformat import DATA_ALIGN
+from maru_sidecar import devdax
+
 MADV_HUGEPAGE = 14
 MADV_POPULATE_READ = 22  #: Linux 5.14
 MADV_POPULATE_WRITE = 23  #: Linux 5.14
@@ -88,12 +91,22 @@ def allocating_on(node: int | None) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Filesystem:
-    """Where a pool file lives. ``kind`` is empty for a memfd (its mount is internal to the kernel)."""
+    """Where a pool lives. ``kind`` is empty for a memfd (its mount is internal to the kernel), ``devdax`` for a DAX device."""
 
     kind: str
     dax: bool
     huge: bool  #: a tmpfs mounted to give huge pages
-    page_bytes: int  #: allocation unit; the huge page size on hugetlbfs
+    page_bytes: int  #: allocation unit; the huge page size on hugetlbfs, the alignment of a device
+
+    @property
+    def is_device(self) -> bool:
+        """A DAX device: it has no size to change and can only be mapped."""
+        return self.kind == devdax.KIND
+
+    @property
+    def region_unit(self) -> int:
+        """Regions are multiples of this many bytes: mappings of part of the pool start and end at such."""
+        return self.page_bytes if self.is_device or self.kind == "hugetlbfs" else DATA_ALIGN
 
     @property
     def in_memory(self) -> bool:
@@ -107,7 +120,12 @@ class Filesystem:
 
 
 def filesystem_of(fd: int) -> Filesystem:
-    """The filesystem an open file lives on, from ``/proc/self/mountinfo`` (the last mount of its device wins)."""
+    """The filesystem an open file lives on, from ``/proc/self/mountinfo`` (the last mount of its device wins).
+
+    Raises :class:`~maru_shm.errors.PoolError` for a device that can hold no pool.
+    """
+    if (character := devdax.of(fd)) is not None:
+        return Filesystem(devdax.KIND, True, True, character.align)
     device = os.fstat(fd).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     page = os.fstatvfs(fd).f_bsize

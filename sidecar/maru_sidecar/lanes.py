@@ -1,12 +1,15 @@
-"""A lane per device: the transfer engine that reaches it, its loader and its writer.
+"""Lanes: a transfer engine with a loader and a writer of its own.
 
-Lanes are made at the first attach that needs one (no GPU context before an engine uses that GPU) and stay until the daemon
-ends. A device that hangs holds up its own lane only.
+*One per GPU*, made at the first attach that needs it (no context before an engine uses that GPU), kept until the daemon ends.
+*One per worker in host memory*, from its attach to its session's end. There the kernel copies from and to pages of the engine's
+process, and a page fault over there may take for ever (userfaultfd, a FUSE mapping). Nothing but the death of that process ends
+such a copy, so the threads in it are the engine's own: it holds up nobody else.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,25 +25,36 @@ from maru_sidecar.store_queue import PendingChunks, Writer
 from maru_sidecar.transfer.base import KvTarget, Peer, TransferEngine
 from maru_sidecar.transfer.cpu import CpuTransfer
 
-COPY_HANGS_S = 30.0  #: a slice of 16 MiB takes milliseconds; this one does not end any more
+CPU = "cpu"
+_RELEASE_S = 10.0  #: for threads that have nothing in flight
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Lane:
-    """``device``: ``cpu`` or a GPU's UUID."""
+    """``device``: ``cpu`` or a GPU's UUID. ``own``: one worker's, ending with its session."""
 
     device: str
     transfer: TransferEngine
     loader: Loader
     writer: Writer
+    own: bool
 
     def nudge(self) -> None:
         self.loader.nudge()
         self.writer.nudge()
 
+    def hangs(self, limit_s: float) -> bool:
+        """Whether a copy has been in flight for longer than that."""
+        return self.loader.hangs(limit_s) or self.writer.hangs(limit_s)
+
+    def dead_threads(self) -> list[str]:
+        """Names of its threads that have ended though nobody stopped them."""
+        dead = [t.name for t in (self.loader, self.writer) if not t.alive]
+        return dead + (self.transfer.dead_threads() if isinstance(self.transfer, CpuTransfer) else [])
+
 
 class Lanes:
-    """All lanes. :meth:`attach` is called from several threads."""
+    """All lanes. :meth:`attach` and :meth:`release` are called from several threads."""
 
     def __init__(self, pool: PoolFile, directory: Directory, config: Transfer, shared: SharedSlabs | None = None) -> None:
         self._pool = pool
@@ -48,33 +62,52 @@ class Lanes:
         self._directory = directory
         self._config = config
         self._lock = threading.Lock()
-        self._transfers: dict[str, TransferEngine] = {}
-        self._lanes: dict[str, Lane] = {}
+        self._cuda: TransferEngine | None = None
+        self._devices: dict[str, Lane] = {}
+        self._own: dict[int, Lane] = {}
+        self._serial = 0
         self.pending = PendingChunks()
 
     def attach(self, layout: KvLayout, peer: Peer, fds: Sequence[int]) -> tuple[Lane, KvTarget]:
-        """Import a worker's KV cache; may take seconds for a GPU's first context.
+        """Import a worker's KV cache; may take seconds for a GPU's first context, and for ever in host memory.
 
         Raises :class:`~maru_shm.errors.AttachRefused` naming what is unreachable and why.
         """
         kind = layout.regions[0].kind
         if any(r.kind is not kind or r.device != layout.regions[0].device for r in layout.regions):
             raise AttachRefused("the KV cache lies on several devices", "a worker's cache is on one device")
+        if kind is RegionKind.PROCESS_VM:
+            return self._attach_host(layout, peer, fds)
+        device = layout.regions[0].device
         with self._lock:
-            transfer = self._transfer(kind)
+            cuda = self._cuda = self._cuda or self._make_cuda(kind)
+        target = cuda.attach(layout, peer, fds)
+        with self._lock:
+            lane = self._devices.get(device)
+            if lane is None:
+                lane = self._devices[device] = self._make(device, device, cuda, own=False)
+            return lane, target
+
+    def _attach_host(self, layout: KvLayout, peer: Peer, fds: Sequence[int]) -> tuple[Lane, KvTarget]:
+        transfer = CpuTransfer(self._pool.mapping, self._config.cpu_threads)
         target = transfer.attach(layout, peer, fds)
+        try:
+            with self._lock:
+                self._serial += 1
+                lane = self._own[self._serial] = self._make(CPU, f"{CPU}-{self._serial}", transfer, own=True)
+        except BaseException:
+            transfer.close()
+            raise
+        return lane, target
+
+    def release(self, lane: Lane) -> None:
+        """A session has ended; its copies have too, and its KV cache is forgotten."""
+        if not lane.own:
+            return
         with self._lock:
-            return self._lane(layout.regions[0].device or "cpu", transfer), target
-
-    def _transfer(self, kind: RegionKind) -> TransferEngine:
-        name = "cpu" if kind is RegionKind.PROCESS_VM else "cuda"
-        transfer = self._transfers.get(name)
-        if transfer is None:
-            transfer = self._transfers[name] = self._make_cpu() if name == "cpu" else self._make_cuda(kind)
-        return transfer
-
-    def _make_cpu(self) -> TransferEngine:
-        return CpuTransfer(self._pool.mapping, self._config.cpu_threads)
+            self._own = {serial: other for serial, other in self._own.items() if other is not lane}
+        _stop([lane], _RELEASE_S)
+        lane.transfer.close()
 
     def _make_cuda(self, kind: RegionKind) -> TransferEngine:
         try:
@@ -86,49 +119,58 @@ class Lanes:
             ) from e
         return CudaTransfer(self._pool.mapping, self._pool.region_bytes)
 
-    def _lane(self, device: str, transfer: TransferEngine) -> Lane:
-        lane = self._lanes.get(device)
-        if lane is not None:
-            return lane
+    def _make(self, device: str, name: str, transfer: TransferEngine, *, own: bool) -> Lane:
         c = self._config
         checked = c.checksum == "on" or (c.checksum == "auto" and transfer.name == "cpu")
         checker = SlabChecker(self._pool, self._directory) if checked else None
         loader = Loader(
-            f"maru-loader-{device}", self._directory, checker,
+            f"maru-loader-{name}", self._directory, checker,
             slice_bytes=c.slice_bytes, bytes_in_flight=c.bytes_in_flight, fence_timeout_s=c.fence_timeout_s,
             shared=self._shared,
         )  # fmt: skip
         writer = Writer(
-            f"maru-writer-{device}", self._directory, self.pending, checker, loader.quiet,
+            f"maru-writer-{name}", self._directory, self.pending, checker, loader.quiet,
             slice_bytes=c.slice_bytes, bytes_in_flight=c.bytes_in_flight, fence_timeout_s=c.fence_timeout_s,
             patience_s=c.store_patience_s,
         )  # fmt: skip
-        loader.start()
-        writer.start()
-        lane = self._lanes[device] = Lane(device, transfer, loader, writer)
+        lane = Lane(device, transfer, loader, writer, own)
+        try:
+            loader.start()
+            writer.start()
+        except BaseException:  # no thread could be started
+            _stop([lane], _RELEASE_S)
+            raise
         return lane
 
     def all(self) -> list[Lane]:
         with self._lock:
-            return list(self._lanes.values())
+            return [*self._devices.values(), *self._own.values()]
 
     def dead_threads(self) -> list[str]:
         """Names of the loaders, writers and copying threads that have ended though nobody stopped them."""
-        dead = [t.name for lane in self.all() for t in (lane.loader, lane.writer) if not t.alive]
-        cpu = self._transfers.get("cpu")
-        return dead + (cpu.dead_threads() if isinstance(cpu, CpuTransfer) else [])
+        return [name for lane in self.all() for name in lane.dead_threads()]
 
     def hanging_threads(self) -> list[str]:
-        """Names of the loaders and writers whose oldest copy has been in flight for longer than ``COPY_HANGS_S``."""
-        return [t.name for lane in self.all() for t in (lane.loader, lane.writer) if t.hangs(COPY_HANGS_S)]
+        """Names of the threads several engines share whose oldest copy does not end."""
+        shared = [t for lane in self.all() if not lane.own for t in (lane.loader, lane.writer)]
+        return [t.name for t in shared if t.hangs(self._config.copy_timeout_s)]
 
     def close(self, timeout_s: float) -> bool:
         """Stop every thread after its copies in flight; False if one did not end in time (its engine is left alone then)."""
-        stopped = True
-        for lane in self.all():
-            stopped = lane.loader.stop(timeout_s) and stopped
-            stopped = lane.writer.stop(timeout_s) and stopped
+        lanes = self.all()
+        hanging = [lane for lane in lanes if lane.hangs(self._config.copy_timeout_s)]
+        stopped = _stop([lane for lane in lanes if lane not in hanging], timeout_s) and _stop(hanging, 0.0)
         if stopped:
-            for transfer in self._transfers.values():
+            for transfer in [lane.transfer for lane in lanes if lane.own] + ([self._cuda] if self._cuda is not None else []):
                 transfer.close()
         return stopped
+
+
+def _stop(lanes: Sequence[Lane], timeout_s: float) -> bool:
+    """Stop the lanes' threads side by side; False if one did not end in time."""
+    threads: list[Loader | Writer] = [t for lane in lanes for t in (lane.loader, lane.writer)]
+    for thread in threads:
+        thread.ask_to_stop()
+    deadline = time.monotonic() + timeout_s
+    ended = [thread.stop(max(0.0, deadline - time.monotonic())) for thread in threads]
+    return all(ended)

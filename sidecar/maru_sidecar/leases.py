@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from maru_sidecar.chunk_index import Chunk
 
+_SLACK = 1024  #: ended leases that are not worth a sweep
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
@@ -30,7 +32,7 @@ class LeaseTable:
     def __init__(self) -> None:
         self._held: dict[int, _Held] = {}
         self._by_owner: dict[Hashable, set[int]] = {}
-        self._deadlines: list[tuple[int, int]] = []  #: heap of (deadline, id); ended leases leave when their time comes
+        self._deadlines: list[tuple[int, int]] = []  #: heap of (deadline, id); most ended leases are still in it
         self._next = 1
 
     def __len__(self) -> int:
@@ -53,6 +55,9 @@ class LeaseTable:
         ids.discard(lease_id)
         if not ids:
             del self._by_owner[held.owner]
+        if len(self._deadlines) > 2 * len(self._held) + _SLACK:  # a busy client ends thousands within one lease's time
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._held]
+            heapq.heapify(self._deadlines)
         return held.chunks
 
     def of_owner(self, owner: Hashable) -> list[int]:

@@ -32,13 +32,14 @@ class ExitCode(enum.IntEnum):
     POOL = 7  #: the pool cannot be used
     PLATFORM = 8  #: this machine lacks what correctness needs
     BUSY = 9  #: another sidecar has the pool or serves the socket
+    NOT_FOUND = 10  #: `cache pin` or `unpin` met a key that is not in the pool
     INTERRUPTED = 130
 
 
 EXIT_CODES_HELP = (
     "Exit codes: 0 done; 1 problems found or another error; 2 wrong flag or configuration; 3 stuck tickets; 4 no sidecar "
     "answers; 5 the sidecar refused; 6 a segment cannot be read; 7 the pool cannot be used; 8 this machine is not supported; "
-    "9 another sidecar has the pool or the socket."
+    "9 another sidecar has the pool or the socket; 10 a key to pin or unpin is not in the pool."
 )
 
 _CODES: tuple[tuple[type[E.MaruError], ExitCode], ...] = (

@@ -2,16 +2,13 @@
 
 Rules that come from failures:
 
-- Size by ``posix_fallocate``, never by ``ftruncate``: a file larger than its tmpfs truncates fine and the first touch is
-  SIGBUS.
-- The header is written first, marked CREATING, and the file is sized afterwards: at no moment is there a non-empty file at
-  ``path`` that is not a pool, so a creation killed half-way is resumed, and a file that is no pool is never formatted.
-- The lock (flock) sits on an open file description of its own. Descriptors handed to engines or to a service manager's
-  descriptor store are other descriptions of the same file; a lock they shared would outlive this process and keep
-  its successor out.
+- A file that is no pool is never formatted (``pool_create.py``: a creation killed half-way is one, and is resumed).
+- The lock (``pool_lock.py``) is on a file beside the pool: descriptors of the pool are handed to engines and to a service
+  manager's descriptor store, and none of them can hold it.
 - A pool is removed by unlinking, never by truncating: an engine that still maps it must not fault.
-- A shared pool (``PoolSpec.shared``) was initialised as such by an operator (``pool_admin.py``). Its sidecars hold the lock
-  shared, write no header and never create one: a header written over somebody's device cannot be taken back.
+- A shared pool (``PoolSpec.shared``) was initialised as such by an operator (``pool_admin.py``), and so was any pool on a DAX
+  device (``devdax.py``): a header written over somebody's device cannot be taken back. The sidecars of a shared pool hold the
+  lock shared and write no header.
 """
 
 from __future__ import annotations
@@ -25,44 +22,41 @@ import os
 import stat
 import struct
 import time
-import uuid
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
 import msgspec
 
 from maru_shm import poolformat as F
-from maru_shm.errors import PlatformUnsupported, PoolBusy, PoolCorrupt, PoolError, PoolTooLarge
-from maru_sidecar import hostmemory
+from maru_shm.errors import PlatformUnsupported, PoolBusy, PoolCorrupt, PoolError
+from maru_sidecar import devdax, hostmemory
+from maru_sidecar.pool_create import Progress, check_space, create, plan, size_file
 from maru_sidecar.pool_header import (
-    GiB,
     PoolHeader,
     boot_id,
     is_blank,
-    plan_regions,
+    map_medium,
+    medium_bytes,
     read_header,
     read_magic,
     write_header,
 )
+from maru_sidecar.pool_lock import PoolLock, flock, is_at
 from maru_sidecar.transfer.base import PoolMapping
 
 SHM_DIR = "/dev/shm"
 _FLOCK = struct.Struct("@hhqqi4x")  #: C's struct flock: type, whence, start, length, pid
-_SLICE = GiB  #: fallocate step, so that progress can be told: about 0.5 s with 4 KiB pages
-
-#: Called as ``progress(done_bytes, total_bytes)`` while the file is being sized; may raise to give up.
-Progress = Callable[[int, int], None]
 
 
 class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What pool to open.
 
     ``backend`` ``shm``: ``path`` is a POSIX name (``maru-pool``) or a path in a tmpfs. ``file``: any path on fsdax, hugetlbfs
-    or an ordinary filesystem. ``size`` in bytes, rounded down to whole regions.
+    or an ordinary filesystem. ``devdax``: a DAX device, which is recognised under ``file`` and ``shm`` too; here anything else
+    is refused. ``size`` in bytes, rounded down to whole regions; on a device and of a shared pool it is the header's instead.
     """
 
-    backend: Literal["shm", "file"] = "shm"
+    backend: Literal["shm", "file", "devdax"] = "shm"
     path: str
     size: int
     region_size: int = 0  #: bytes, a multiple of 4 KiB; 0: 1 GiB, or a sixteenth of a pool below 16 GiB
@@ -71,7 +65,7 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     recreate: bool = False  #: remove an existing *pool* first, whatever its size or format
     mode: int = 0o600
     #: several sidecars use it (same file or device, each under its own path), each writing what a metadata server granted it;
-    #: it must have been initialised by `maru-sidecar pool init`, and its size is the header's, not ``size``
+    #: it must have been initialised by `maru-sidecar pool init`
     shared: bool = False
     coherence: Literal["hardware", "flush"] = "hardware"  #: of a shared pool between hosts
 
@@ -100,8 +94,13 @@ class PoolFile:
         self.filesystem = hostmemory.filesystem_of(lock_fd)
         self._header = header
         self._lock_fd = lock_fd
+        self._guard: PoolLock | None = None  #: None on a device
         fd = _reopen(lock_fd, os.O_RDWR)
-        self._mmap = mmap.mmap(fd, header.pool_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        try:
+            self._mmap = map_medium(fd, header.pool_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        except BaseException:
+            os.close(fd)
+            raise
         self.bytes = memoryview(self._mmap)  #: u8 view of the whole pool
         self.words = self.bytes.cast("Q")  #: u64 view: an element store is one aligned mov, it does not tear
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
@@ -121,25 +120,38 @@ class PoolFile:
 
     @classmethod
     def open(cls, spec: PoolSpec, progress: Progress | None = None) -> PoolFile:
-        """Open ``spec``'s pool, creating it if absent; may take 0.5 s per GiB (sizing), without the GIL.
+        """Open ``spec``'s pool, creating its file if absent; may take 0.5 s per GiB (sizing), without the GIL.
 
         An existing file is left as it was, unless it is a pool and ``spec.recreate``. Raises :class:`PoolBusy`,
         :class:`PoolTooLarge`, :class:`PoolVersionMismatch`, :class:`PoolCorrupt`, or :class:`PoolError` for anything else.
         """
         path = spec.file_path
+        if spec.backend == "devdax" or devdax.is_device(path):
+            return cls._open_initialised(spec, path, None)
         if spec.shared:
-            return cls._open_shared(spec, path)
+            os.close(open_existing(path, os.O_RDONLY))  # what is not there has no lock
+            with PoolLock(path, spec.mode, fcntl.LOCK_SH) as guard:
+                pool = cls._open_initialised(spec, path, guard)
+                pool._guard = guard.keep()
+                return pool
+        with PoolLock(path, spec.mode) as guard:
+            pool = cls._open_own(spec, path, progress, guard)
+            pool._guard = guard.keep()
+            return pool
+
+    @classmethod
+    def _open_own(cls, spec: PoolSpec, path: str, progress: Progress | None, guard: PoolLock) -> PoolFile:
         recreate = spec.recreate
         for _ in range(16):  # each turn lost a race against a process that removed or created the file
             fd, created = _open_or_create(path, spec)
             try:
-                lock(fd, path)
-                if not _is_at(fd, path):
+                guard.confirm(fd)
+                if not is_at(fd, path):
                     os.close(fd)
                     continue
                 if recreate and not created and os.fstat(fd).st_size:
                     read_magic(fd, path)
-                    _plan(hostmemory.filesystem_of(fd), spec)  # a wrong size must not cost the old pool
+                    plan(hostmemory.filesystem_of(fd), spec)  # a wrong size must not cost the old pool
                     os.unlink(path)
                     os.close(fd)
                     recreate = False
@@ -151,8 +163,15 @@ class PoolFile:
         raise PoolBusy(f"pool {path} keeps being replaced", "stop the other process that creates it")
 
     @classmethod
-    def _open_shared(cls, spec: PoolSpec, path: str) -> PoolFile:
-        """Open an initialised shared pool; nothing is written."""
+    def _open_initialised(cls, spec: PoolSpec, path: str, guard: PoolLock | None) -> PoolFile:
+        """Open a pool that an operator initialised: a shared one, to which nothing is written, or one on a device.
+
+        ``guard``: its lock; None on a device.
+        """
+        if spec.backend == "devdax" and not devdax.is_device(path):
+            raise PoolError(
+                f"pool.backend is devdax, and {path} is no character device", "name a /dev/daxX.Y, or set backend file"
+            )
         fd = open_existing(path)
         try:
             if spec.coherence == "flush":
@@ -160,20 +179,19 @@ class PoolFile:
                     "pool.coherence is 'flush': writing caches back needs a native helper that this release does not have",
                     "use memory that the hardware keeps coherent between hosts, or one host, with 'hardware'",
                 )
-            lock(fd, path, fcntl.LOCK_SH)
+            if guard is not None:
+                guard.confirm(fd)
+            else:
+                flock(fd, path, fcntl.LOCK_SH if spec.shared else fcntl.LOCK_EX)
             if os.fstat(fd).st_uid not in (os.geteuid(), 0):
                 raise PoolError(
-                    f"shared pool {path} belongs to uid {os.fstat(fd).st_uid}, neither to {os.geteuid()} nor to root",
+                    f"pool {path} belongs to uid {os.fstat(fd).st_uid}, neither to {os.geteuid()} nor to root",
                     "a stranger's pool is not trusted: run all its sidecars as one user",
                 )
-            header = read_header(fd, path)
-            if not header.flags & F.FLAG_SHARED or header.flags & F.FLAG_CREATING:
-                raise PoolError(
-                    f"pool {path} was not initialised for sharing", "maru-sidecar pool init, or pool.shared = false"
-                )
-            if os.fstat(fd).st_size < header.pool_bytes:
-                raise PoolCorrupt(f"pool {path} was truncated below its {header.pool_bytes} bytes", "initialise it anew")
-            return cls(fd, header, spec, suspect=False, warnings=[])
+            header = _read_initialised(fd, spec, path)
+            if spec.shared:
+                return cls(fd, header, spec, suspect=False, warnings=[])
+            return cls._take(fd, header, spec, [])
         except BaseException:
             _close_quietly(fd)
             raise
@@ -185,13 +203,18 @@ class PoolFile:
         An empty file is formatted. Raises as :meth:`open` does.
         """
         name = f"fd {fd} ({_target(fd)})"
-        own = _reopen(fd, os.O_RDWR)
-        try:
-            lock(own, name)
-        except BaseException:
-            os.close(own)
-            raise
-        return cls._from_locked(own, spec, name, progress, created=False)
+        if devdax.of(fd) is not None:
+            return cls._open_initialised(spec, spec.file_path, None)  # it is at its path for as long as the machine has it
+        with PoolLock(spec.file_path, spec.mode) as guard:
+            own = _reopen(fd, os.O_RDWR)
+            try:
+                guard.confirm(own)
+            except BaseException:
+                os.close(own)
+                raise
+            pool = cls._from_locked(own, spec, name, progress, created=False)
+            pool._guard = guard.keep()
+            return pool
 
     @classmethod
     def _from_locked(cls, fd: int, spec: PoolSpec, name: str, progress: Progress | None, *, created: bool) -> PoolFile:
@@ -205,16 +228,21 @@ class PoolFile:
                 if header.flags & F.FLAG_SHARED:
                     raise PoolError(f"pool {name} is shared", "set pool.shared = true, or name another path")
                 if header.flags & F.FLAG_CREATING:
-                    _check_space(fd, fs, header.pool_bytes - os.fstat(fd).st_blocks * 512, name)
-                    header, warnings = _size(fd, header, spec, name, progress)
+                    check_space(fd, fs, header.pool_bytes - os.fstat(fd).st_blocks * 512, name)
+                    header, warnings = size_file(fd, header, spec, name, progress)
             _check_matches(fd, header, spec, name)
-            suspect = header.boot_id != boot_id() and not header.clean
-            header = replace(header, clean=0, epoch=header.epoch + 1, boot_id=header.boot_id if suspect else boot_id())
-            write_header(fd, header)
-            return cls(fd, header, spec, suspect=suspect, warnings=warnings)
+            return cls._take(fd, header, spec, warnings)
         except BaseException:
             _close_quietly(fd)
             raise
+
+    @classmethod
+    def _take(cls, fd: int, header: PoolHeader, spec: PoolSpec, warnings: list[str]) -> PoolFile:
+        """Use a pool of one's own: another epoch begins."""
+        suspect = header.boot_id != boot_id() and not header.clean
+        header = replace(header, clean=0, epoch=header.epoch + 1, boot_id=header.boot_id if suspect else boot_id())
+        write_header(fd, header)
+        return cls(fd, header, spec, suspect=suspect, warnings=warnings)
 
     def open_readonly(self) -> int:
         """A new read-only descriptor of the pool, for a process that may only read it; the caller closes it."""
@@ -223,17 +251,20 @@ class PoolFile:
     def contents_checked(self) -> None:
         """What survived the last boot has been checked or dropped: the pool belongs to this boot from now on."""
         if self.suspect and not self.spec.shared:
-            os.fsync(self._lock_fd)
+            if not self.filesystem.is_device:
+                os.fsync(self._lock_fd)
             self._store(replace(self._header, boot_id=boot_id()))
         self.suspect = False
 
     def close(self, *, clean: bool) -> None:
         """Unmap and unlock (idempotent). ``clean`` promises that no copy is in flight: the data is flushed, then marked clean,
-        so that it may be believed after a reboot. Takes as long as the medium needs; the GIL is free."""
+        so that it may be believed after a reboot (a device cannot be flushed and is not marked). Takes as long as the medium
+        needs; the GIL is free.
+        """
         if self._closed:
             return
         self._closed = True
-        if clean and not self.suspect and not self.spec.shared:
+        if clean and not self.suspect and not self.spec.shared and not self.filesystem.is_device:
             os.fsync(self._lock_fd)  # data first: a clean mark must never reach the medium before what it vouches for
             self._store(replace(self._header, clean=1))
         self.words.release()
@@ -243,15 +274,19 @@ class PoolFile:
             self._mmap.close()
         os.close(self.mapping.fd)
         os.close(self._lock_fd)
+        if self._guard is not None:
+            self._guard.close()
 
     def lock_node(self, name: str) -> None:
-        """Take ``name`` on this machine for as long as the pool is open, by a lock on a byte far behind the pool's end.
+        """Take ``name`` on this machine for as long as the pool is open, by a lock on a byte far behind the end of the lock's
+        file (of the pool's, on a device).
 
         It proves that an earlier process of this name, here, is dead. Raises :class:`PoolBusy`.
         """
         at = (1 << 62) + int.from_bytes(F.node_id(name)[:7], "little")
+        fd = self._guard.fd if self._guard is not None else self._lock_fd
         try:
-            fcntl.fcntl(self._lock_fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0))
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0))
         except OSError as e:
             if e.errno not in (errno.EAGAIN, errno.EACCES):
                 raise PoolError(f"pool {self.spec.file_path}: {e.strerror}", "the filesystem must support file locks") from e
@@ -267,7 +302,7 @@ class PoolFile:
         """Huge pages and NUMA placement, best effort; returns a named warning for each wish the kernel refused."""
         warnings = []
         address, size, fs = self.mapping.address, self.mapping.size, self.filesystem
-        if self.spec.hugepages and fs.kind != "hugetlbfs":
+        if self.spec.hugepages and fs.kind != "hugetlbfs" and not fs.is_device:
             failed = hostmemory.madvise(address, size, hostmemory.MADV_HUGEPAGE)
             if failed:
                 warnings.append(f"hugepages_refused: madvise(MADV_HUGEPAGE): {os.strerror(failed)}")
@@ -333,103 +368,51 @@ def _open_or_create(path: str, spec: PoolSpec) -> tuple[int, bool]:
 
 
 def open_existing(path: str, access: int = os.O_RDWR) -> int:
-    """A descriptor of a regular file that is there. Raises :class:`PoolError`."""
+    """A descriptor of a regular file or DAX device that is there. Raises :class:`PoolError`."""
+    if devdax.is_device(path):
+        return devdax.open_device(path, access)
     try:
         fd = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as e:
         raise PoolError(f"shared pool {path}: {e.strerror}", "initialise it first: maru-sidecar pool init") from e
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise PoolError(f"shared pool {path} is not a regular file", "name a file on tmpfs, fsdax or a filesystem")
+        raise PoolError(
+            f"shared pool {path} is no regular file and no DAX device", "name a file on tmpfs, fsdax or a filesystem"
+        )
     return fd
 
 
-def lock(fd: int, name: str, kind: int = fcntl.LOCK_EX) -> None:
-    """Take the pool's lock, ``kind`` LOCK_EX or LOCK_SH. Raises :class:`PoolBusy`."""
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise PoolBusy(f"pool {name} is held by {_lock_holder(fd)}", "stop it, or give this sidecar another pool") from None
+def _read_initialised(fd: int, spec: PoolSpec, name: str) -> PoolHeader:
+    """The header of a pool that must have been initialised for what ``spec`` wants. Raises :class:`PoolError`."""
+    if spec.recreate:
+        raise PoolError(f"pool {name} is not recreated by a sidecar", "empty it with maru-sidecar pool clear")
+    header = read_header(fd, name)
+    if header.flags & F.FLAG_CREATING:
+        raise PoolError(f"pool {name} is half initialised", "maru-sidecar pool init, once more")
+    if spec.shared and not header.flags & F.FLAG_SHARED:
+        raise PoolError(f"pool {name} was not initialised for sharing", "maru-sidecar pool init, or pool.shared = false")
+    if not spec.shared and header.flags & F.FLAG_SHARED:
+        raise PoolError(f"pool {name} is shared", "set pool.shared = true, or maru-sidecar pool init --own")
+    check_extent(fd, header, name)
+    if spec.region_size and spec.region_size != header.region_bytes:
+        raise PoolError(
+            f"pool {name} has regions of {header.region_bytes} bytes, wanted are {spec.region_size}",
+            "leave pool.region_size out: it is the header's",
+        )
+    return header
 
 
-def _lock_holder(fd: int) -> str:
-    """Who holds the flock, as ``/proc/locks`` tells it."""
-    info = os.fstat(fd)
-    wanted = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
-    with open("/proc/locks", encoding="ascii") as locks:
-        for line in locks:
-            fields = line.split()
-            if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == wanted and int(fields[4]) > 0:
-                return f"process {fields[4]}"
-    return "another process (its pid is not visible from here)"
-
-
-def _is_at(fd: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
-    except FileNotFoundError:
-        return False
-
-
-def _check_space(fd: int, fs: hostmemory.Filesystem, wanted: int, name: str) -> None:
-    """Preflight: a clear answer before minutes of allocation. ``posix_fallocate`` still has the last word."""
-    free = hostmemory.free_bytes(fd, fs)
-    if free is not None and wanted > free:
-        raise PoolTooLarge(_no_room(name, wanted, free), f"lower pool.size or enlarge the filesystem ({fs.kind or 'memfd'})")
-    if fs.uses_ram and wanted > (ram := hostmemory.available_ram()):
-        raise PoolTooLarge(_no_room(name, wanted, ram), "lower pool.size: the machine has no more memory")
-
-
-def _no_room(name: str, wanted: int, free: int) -> str:
-    return f"pool {name} wants {wanted} bytes ({wanted / GiB:.1f} GiB), {free} bytes ({free / GiB:.1f} GiB) are free"
-
-
-def create(
-    fd: int, fs: hostmemory.Filesystem, spec: PoolSpec, name: str, progress: Progress | None, *, created: bool
-) -> tuple[PoolHeader, list[str]]:
-    """Make a pool of an empty file; on failure the file is gone again (or empty, if it was there before)."""
-    try:
-        region, n = _plan(fs, spec)
-        flags = F.FLAG_CREATING | (F.FLAG_SHARED if spec.shared else 0)
-        header = PoolHeader(flags, uuid.uuid4().bytes, n * region, region, n, time.time_ns(), boot_id(), 0, 0)
-        _check_space(fd, fs, header.pool_bytes, name)
-        write_header(fd, header)
-        return _size(fd, header, spec, name, progress)
-    except BaseException:
-        # Nothing maps it yet and nobody else holds the lock.
-        if created:
-            os.unlink(name)
-        else:
-            os.ftruncate(fd, 0)
-        raise
-
-
-def _plan(fs: hostmemory.Filesystem, spec: PoolSpec) -> tuple[int, int]:
-    return plan_regions(spec.size, spec.region_size, fs.page_bytes if fs.kind == "hugetlbfs" else F.DATA_ALIGN)
-
-
-def _size(fd: int, header: PoolHeader, spec: PoolSpec, name: str, progress: Progress | None) -> tuple[PoolHeader, list[str]]:
-    """Give the file its bytes and end CREATING; returns the header and warnings. Zeros are unformatted regions."""
-    total = header.pool_bytes
-    warnings = []
-    try:
-        with hostmemory.allocating_on(spec.numa_node) as refused:
-            if refused:
-                warnings.append(f"numa_refused: node {spec.numa_node}: {refused}")
-            for done in range(0, total, _SLICE):
-                if progress is not None:
-                    progress(done, total)
-                os.posix_fallocate(fd, done, min(_SLICE, total - done))
-    except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
-            raise PoolError(f"pool {name} of {total} bytes: {e.strerror}", "check the filesystem") from e
-        free = hostmemory.free_bytes(fd, hostmemory.filesystem_of(fd)) or 0
-        raise PoolTooLarge(_no_room(name, total, free), "lower pool.size or enlarge the filesystem") from e
-    if progress is not None:
-        progress(total, total)
-    header = replace(header, flags=header.flags & ~F.FLAG_CREATING)
-    write_header(fd, header)
-    return header, warnings
+def check_extent(fd: int, header: PoolHeader, name: str) -> None:
+    """Whether the pool lies within its file or device, in regions that can be mapped. Raises :class:`PoolCorrupt`."""
+    if (there := medium_bytes(fd)) < header.pool_bytes:
+        raise PoolCorrupt(f"pool {name} has {header.pool_bytes} bytes by its header, there are {there}", "initialise it anew")
+    unit = hostmemory.filesystem_of(fd).region_unit
+    if header.region_bytes % unit:
+        raise PoolCorrupt(
+            f"pool {name} has regions of {header.region_bytes} bytes, its device maps multiples of {unit}",
+            "initialise it anew, or give the device the alignment it had (daxctl reconfigure-device --align)",
+        )
 
 
 def _check_matches(fd: int, header: PoolHeader, spec: PoolSpec, name: str) -> None:

@@ -1,4 +1,6 @@
-"""What an operator does to a shared pool: initialise it, look at it, empty it. Nothing else ever writes its header.
+"""What an operator does to a shared pool, or to any on a DAX device: initialise it, look at it, empty it.
+
+Nothing else ever writes a shared pool's header, and nothing else makes one on a device.
 
 On this machine the pool's lock keeps these apart from sidecars that use the pool. Sidecars of other machines cannot be seen
 from here: stopping them first is the operator's part.
@@ -9,16 +11,28 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import time
 import uuid
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from maru_shm import poolformat as F
-from maru_shm.errors import PoolError
-from maru_sidecar import hostmemory
-from maru_sidecar.pool import PoolSpec, create, lock, open_existing
-from maru_sidecar.pool_header import PoolHeader, read_header, write_header
+from maru_shm.errors import PoolError, PoolTooLarge
+from maru_sidecar import devdax, hostmemory
+from maru_sidecar.pool import PoolSpec, check_extent, open_existing
+from maru_sidecar.pool_create import create
+from maru_sidecar.pool_header import (
+    PoolHeader,
+    boot_id,
+    map_medium,
+    medium_bytes,
+    plan_regions,
+    read_header,
+    read_page,
+    write_header,
+)
+from maru_sidecar.pool_lock import PoolLock, flock
 from maru_sidecar.sharing import owner
 from maru_sidecar.slab_header import region_layout
 
@@ -36,19 +50,34 @@ class RegionView:
     writing: int
 
 
-def initialise(path: str, size: int, region_size: int = 0, *, mode: int = 0o660) -> PoolHeader:
-    """Make a shared pool of ``size`` bytes at ``path``, which must not exist or be empty.
+def initialise(
+    path: str, size: int, region_size: int = 0, *, mode: int = 0o660, own: bool = False, overwrite: bool = False
+) -> PoolHeader:
+    """Make a pool of ``size`` bytes at ``path``: a file that must not exist or be empty, or a DAX device (0: all of it).
 
-    Raises :class:`PoolError` for a file with anything in it, and as ``PoolFile.open`` does.
+    A device keeps its mode, may hold a pool of one sidecar's ``own`` (files of that kind the sidecar makes by itself) and must
+    begin with a page of zeros, unless ``overwrite``. Raises :class:`PoolError` otherwise, and as ``PoolFile.open`` does.
     """
-    spec = PoolSpec(backend="file", path=path, size=size, region_size=region_size, mode=mode, shared=True)
+    spec = PoolSpec(backend="file", path=path, size=size, region_size=region_size, mode=mode, shared=not own)
+    if devdax.is_device(path):
+        return _initialise_device(spec, overwrite=overwrite)
+    if own or not size:
+        raise PoolError(
+            f"{path} is no device", "give --size; a sidecar makes the file of a pool of its own by itself, without --own"
+        )
+    with PoolLock(path, mode) as guard:
+        return _initialise_file(spec, guard)
+
+
+def _initialise_file(spec: PoolSpec, guard: PoolLock) -> PoolHeader:
+    path, mode = spec.path, spec.mode
     created = not os.path.exists(path)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if created else 0), mode)
     except OSError as e:
         raise PoolError(f"pool {path}: {e.strerror}", "check that the directory exists and may be written") from e
     try:
-        lock(fd, path)
+        guard.confirm(fd)
         if (present := os.fstat(fd).st_size) != 0:
             raise PoolError(
                 f"{path} holds {present} bytes already", "only an empty file is initialised: remove it first if it may go"
@@ -60,14 +89,50 @@ def initialise(path: str, size: int, region_size: int = 0, *, mode: int = 0o660)
         os.close(fd)
 
 
+def _initialise_device(spec: PoolSpec, *, overwrite: bool) -> PoolHeader:
+    path = spec.path
+    fd = devdax.open_device(path, os.O_RDWR)
+    try:
+        flock(fd, path, fcntl.LOCK_EX)
+        there = medium_bytes(fd)
+        if spec.size > there:
+            raise PoolTooLarge(f"a pool of {spec.size} bytes on {path}, which has {there}", "leave --size out, or lower it")
+        page = read_page(fd)
+        if any(page) and not overwrite:
+            what = "a pool already" if int.from_bytes(page[:8], "little") == F.POOL_MAGIC else "data, and not of a pool"
+            remedy = "pool clear empties a pool; pool init --overwrite makes a new one, and what is there is lost"
+            raise PoolError(f"DAX device {path} holds {what}", remedy)
+        unit = hostmemory.filesystem_of(fd).region_unit
+        region, n = plan_regions(spec.size or there, spec.region_size, unit)
+        flags = F.FLAG_CREATING | (F.FLAG_SHARED if spec.shared else 0)
+        header = PoolHeader(flags, uuid.uuid4().bytes, n * region, region, n, time.time_ns(), boot_id(), 0, 0)
+        return _empty(fd, header)
+    finally:
+        os.close(fd)
+
+
+def _empty(fd: int, header: PoolHeader) -> PoolHeader:
+    """Store the header with every region unformatted. Killed in between, it is marked CREATING, and nobody opens it."""
+    header = replace(header, flags=header.flags | F.FLAG_CREATING)
+    write_header(fd, header)
+    with map_medium(fd, header.pool_bytes, mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
+        for index in range(1, header.n_regions):
+            at = index * header.region_bytes
+            mapped[at : at + F.HEADER_BYTES] = bytes(F.HEADER_BYTES)
+    if devdax.of(fd) is None:
+        os.fsync(fd)
+    header = replace(header, flags=header.flags & ~F.FLAG_CREATING)
+    write_header(fd, header)
+    return header
+
+
 def inspect(path: str) -> tuple[PoolHeader, list[RegionView]]:
     """Header and regions of a pool, in use or not; nothing is locked or written."""
     fd = open_existing(path, os.O_RDONLY)
     try:
         header = read_header(fd, path)
-        if os.fstat(fd).st_size < header.pool_bytes:
-            raise PoolError(f"pool {path} is smaller than its header says ({header.pool_bytes} bytes)", "it was truncated")
-        with mmap.mmap(fd, header.pool_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
+        check_extent(fd, header, path)
+        with map_medium(fd, header.pool_bytes, mmap.PROT_READ) as mapped:
             return header, [_view(mapped, header.region_bytes, i) for i in range(1, header.n_regions)]
     finally:
         os.close(fd)
@@ -90,22 +155,29 @@ def _view(mapped: mmap.mmap, region_bytes: int, index: int) -> RegionView:
 
 
 def clear(path: str) -> PoolHeader:
-    """Forget everything in a shared pool. It gets a new UUID, so what a server still knows of it names another device.
+    """Forget everything in a shared pool or one on a device. It gets a new UUID, so what a server still knows of it names
+    another device.
 
     Raises :class:`~maru_shm.errors.PoolBusy` while a sidecar of this machine uses it.
     """
+    if devdax.is_device(path):
+        return _clear(path, None)
+    os.close(open_existing(path, os.O_RDONLY))  # what is not there has no lock
+    with PoolLock(path, 0o660) as guard:
+        return _clear(path, guard)
+
+
+def _clear(path: str, guard: PoolLock | None) -> PoolHeader:
     fd = open_existing(path)
     try:
-        lock(fd, path, fcntl.LOCK_EX)
+        if guard is not None:
+            guard.confirm(fd)
+        else:
+            flock(fd, path, fcntl.LOCK_EX)
         header = read_header(fd, path)
-        if not header.flags & F.FLAG_SHARED:
+        if not header.flags & F.FLAG_SHARED and devdax.of(fd) is None:
             raise PoolError(f"pool {path} is not shared", "use `maru-sidecar cache clear`, or run with --pool-recreate")
-        write_header(fd, replace(header, flags=header.flags | F.FLAG_CREATING))  # killed in between, nobody opens it
-        for index in range(1, header.n_regions):
-            os.pwrite(fd, bytes(F.HEADER_BYTES), index * header.region_bytes)
-        os.fsync(fd)
-        header = replace(header, uuid=uuid.uuid4().bytes)
-        write_header(fd, header)
-        return header
+        check_extent(fd, header, path)
+        return _empty(fd, replace(header, uuid=uuid.uuid4().bytes))
     finally:
         os.close(fd)

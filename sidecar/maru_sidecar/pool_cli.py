@@ -1,4 +1,4 @@
-"""``maru-sidecar pool``: initialise, inspect and clear a pool that several sidecars share."""
+"""``maru-sidecar pool``: initialise, inspect and clear a pool that several sidecars share, or one on a DAX device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COLUMNS = ("region", "owner", "token", "slab_bytes", "slabs", "committed", "writ
 
 @click.group("pool")
 def pool() -> None:
-    """Pools that several sidecars share: no sidecar ever initialises one by itself."""
+    """Pools that several sidecars share, and pools on DAX devices: no sidecar ever initialises one by itself."""
 
 
 def _size(text: str, flag: str) -> int:
@@ -26,19 +26,23 @@ def _size(text: str, flag: str) -> int:
 
 @pool.command("init")
 @click.argument("path")
-@click.option("--size", required=True, help="Pool size, e.g. 64GiB.")
+@click.option("--size", default="0", help="Pool size, e.g. 64GiB (default on a device: all of it).")
 @click.option("--region-size", default="0", help="What one node is granted at a time (default: 1 GiB, less for a small pool).")
-@click.option("--mode", default="660", show_default=True, metavar="OCTAL", help="Permission bits of the file.")
+@click.option("--mode", default="660", show_default=True, metavar="OCTAL", help="Permission bits of a file.")
+@click.option("--own", is_flag=True, help="On a device: for one sidecar alone, not shared.")
+@click.option("--overwrite", is_flag=True, help="On a device: whatever it holds now. That is lost.")
 @format_option
-def init(path: str, size: str, region_size: str, mode: str, fmt: Format) -> None:
-    """Make an empty shared pool at PATH, a new or empty file."""
+def init(path: str, size: str, region_size: str, mode: str, fmt: Format, *, own: bool, overwrite: bool) -> None:
+    """Make an empty shared pool at PATH: a new or empty file, or a DAX device such as /dev/dax0.0."""
     from maru_sidecar.pool_admin import initialise
 
     try:
         bits = int(mode, 8)
     except ValueError as e:
         raise click.UsageError(f"--mode {mode}: octal permission bits, e.g. 660") from e
-    header = initialise(path, _size(size, "--size"), _size(region_size, "--region-size"), mode=bits)
+    header = initialise(
+        path, _size(size, "--size"), _size(region_size, "--region-size"), mode=bits, own=own, overwrite=overwrite
+    )
     values = {"path": path, "uuid": header.uuid.hex(), "regions": header.n_regions - 1, "region_bytes": header.region_bytes}
     if fmt == "json":
         echo_json(values)
@@ -74,7 +78,7 @@ def inspect(path: str, fmt: Format) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask: no sidecar of any machine uses the pool.")
 @format_option
 def clear(path: str, fmt: Format, *, yes: bool) -> None:
-    """Forget everything in a shared pool. Stop every sidecar that uses it first, on all machines."""
+    """Forget everything in a shared pool, or in one on a device. Stop every sidecar that uses it first, on all machines."""
     from maru_sidecar import pool_admin
 
     if not yes:

@@ -1,7 +1,7 @@
 """The pool header: what a pool says of itself (``poolformat.POOL_HEADER``), read, checked and stored.
 
-It is stored by ``pwrite`` where the filesystem has it (hugetlbfs has not): a kill cannot tear 100 bytes that the kernel copies
-in one call.
+It is stored by ``pwrite`` where there is one: a kill cannot tear 100 bytes that the kernel copies in one call. hugetlbfs and
+DAX devices have none; there it is stored twice through a mapping.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from maru_shm import poolformat as F
 from maru_shm.errors import PoolCorrupt, PoolError, PoolVersionMismatch
+from maru_sidecar import devdax
 from maru_sidecar.hostmemory import Filesystem
 
 GiB = 1 << 30
@@ -88,6 +89,12 @@ def plan_regions(size: int, region_size: int, page_bytes: int = F.DATA_ALIGN) ->
     return region, size // region
 
 
+def medium_bytes(fd: int) -> int:
+    """Size of what the pool lies in: a file's length, a device's size."""
+    device = devdax.of(fd)
+    return os.fstat(fd).st_size if device is None else device.size
+
+
 def is_blank(fd: int, fs: Filesystem) -> bool:
     """Whether the file holds nothing yet. On hugetlbfs, where a header cannot be the first write, zeros count as nothing."""
     if os.fstat(fd).st_size == 0:
@@ -95,9 +102,33 @@ def is_blank(fd: int, fs: Filesystem) -> bool:
     return fs.kind == "hugetlbfs" and not any(os.pread(fd, F.HEADER_BYTES, 0))
 
 
+def read_page(fd: int) -> bytes:
+    """The header's page, shorter if there is less. Raises :class:`PoolError` if a device cannot be mapped."""
+    device = devdax.of(fd)
+    if device is None:
+        return os.pread(fd, F.HEADER_BYTES, 0)
+    with map_medium(fd, device.align, mmap.PROT_READ) as mapped:
+        return mapped[: F.HEADER_BYTES]
+
+
+def map_medium(fd: int, size: int, access: int) -> mmap.mmap:
+    """Map ``size`` bytes from the start; on a device a multiple of its alignment. Raises :class:`PoolError`."""
+    try:
+        return mmap.mmap(fd, size, mmap.MAP_SHARED, access)
+    except (OSError, ValueError) as e:  # ValueError: longer than the file
+        raise PoolError(
+            f"{os.readlink(f'/proc/self/fd/{fd}')}: {size} bytes cannot be mapped: {e}",
+            "check RLIMIT_AS, and of a device its mode (`daxctl list`)",
+        ) from e
+
+
 def read_magic(fd: int, name: str) -> bytes:
-    raw = os.pread(fd, F.HEADER_BYTES, 0)
+    raw = read_page(fd)
     if len(raw) < F.HEADER_BYTES or struct.unpack_from("<Q", raw)[0] != F.POOL_MAGIC:
+        if devdax.of(fd) is not None:
+            raise PoolError(
+                f"DAX device {name} holds no maru pool", "maru-sidecar pool init makes one; a sidecar never does on a device"
+            )
         raise PoolError(
             f"{name} is a file of {os.fstat(fd).st_size} bytes that is no maru pool", "name another path, or remove it"
         )
@@ -105,11 +136,25 @@ def read_magic(fd: int, name: str) -> bytes:
 
 
 def read_header(fd: int, name: str) -> PoolHeader:
-    return PoolHeader.unpack(read_magic(fd, name), name)
+    """The header. Raises :class:`PoolError` for no pool, :class:`PoolVersionMismatch`, :class:`PoolCorrupt`."""
+    raw = read_magic(fd, name)
+    copy = raw[F.POOL_HEADER_COPY_OFFSET :]
+    if not F.crc_matches(raw, F.POOL_HEADER.size) and F.crc_matches(copy, F.POOL_HEADER.size) and copy[:8] == raw[:8]:
+        raw = copy  # a kill tore the header while it was stored through a mapping
+    try:
+        return PoolHeader.unpack(raw, name)
+    except (PoolCorrupt, PoolVersionMismatch) as e:
+        if devdax.of(fd) is None:
+            raise
+        raise type(e)(e.what, "maru-sidecar pool init --overwrite makes a new pool; what is on the device is lost") from None
 
 
 def write_header(fd: int, header: PoolHeader) -> None:
+    """Store the header, flushed to the medium where that can be done."""
     raw = header.pack().ljust(F.HEADER_BYTES, b"\0")
+    if (device := devdax.of(fd)) is not None:
+        _store_mapped(fd, device.align, header.pack())
+        return
     try:
         os.pwrite(fd, raw, 0)
     except OSError as e:
@@ -119,7 +164,14 @@ def write_header(fd: int, header: PoolHeader) -> None:
         page = os.fstatvfs(fd).f_bsize
         if os.fstat(fd).st_size < page:
             os.posix_fallocate(fd, 0, page)
-        with mmap.mmap(fd, page) as mapped:
-            mapped[: len(raw)] = raw
+        _store_mapped(fd, page, header.pack())
     else:
         os.fsync(fd)
+
+
+def _store_mapped(fd: int, length: int, packed: bytes) -> None:
+    """Store through a mapping, which a kill can interrupt at any byte: the copy first, so that one of the two is whole."""
+    with map_medium(fd, length, mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
+        at = F.POOL_HEADER_COPY_OFFSET
+        mapped[at : at + len(packed)] = packed
+        mapped[: len(packed)] = packed

@@ -34,8 +34,8 @@ class RoomMaker:
     def quota(self, ns: Namespace) -> int:
         return self._quotas.get(ns.id, self._default_quota)
 
-    def take(self, ns: Namespace, stride: int) -> int:
-        """A free slab of ``stride`` for ``ns``. Raises :class:`PoolFull`."""
+    def take(self, ns: Namespace, stride: int, *, evict: bool = True) -> int:
+        """A free slab of ``stride`` for ``ns``; ``evict``: making room by the watermarks. Raises :class:`PoolFull`."""
         quota = self.quota(ns)
         while quota and ns.bytes + stride > quota:
             victim = self._holdings.coldest(ns)
@@ -47,7 +47,7 @@ class RoomMaker:
             self._holdings.evict(victim)
         size_class = self._regions.size_class(stride)
         capacity = self._regions.capacity(size_class)
-        if size_class.used + 1 > math.ceil(self._watermarks.high * capacity):
+        if evict and size_class.used + 1 > math.ceil(self._watermarks.high * capacity):
             self._make_room(size_class, math.ceil(self._watermarks.low * capacity))
         slab = self._regions.allocate(stride, None)
         if slab is None:

@@ -10,7 +10,8 @@ from typing import Protocol
 from maru_shm import layout as L
 from maru_shm import messages as M
 from maru_shm.errors import MaruError
-from maru_sidecar.control_server import Connection, ControlServer
+from maru_sidecar.connection import Connection
+from maru_sidecar.control_server import ControlServer
 from maru_sidecar.descriptors import close_later
 from maru_sidecar.directory import Directory
 from maru_sidecar.engines import Refusal

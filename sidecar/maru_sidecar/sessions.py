@@ -1,15 +1,14 @@
 """Sessions: one per attached client, from Attach to the last copy that touches its memory.
 
 *Attach*: the engine's agreement is checked and its rank claimed in the main thread; what may take long (importing GPU memory,
-making the segment) runs in a worker thread; the answer goes out when that has ended. *End*, for whatever reason (Detach, a
-closed socket, a broken ring): the rank is free at once, no further copy begins, leases are given back, the segment's name
-disappears. When every outstanding ticket has its answer (so no copy is in flight) the KV cache is forgotten and the segment
-unmapped. A session whose copies hang keeps its memory and disturbs nobody.
+making the segment) runs in a thread (``attaching.py``); the answer goes out when that has ended. *End*, for whatever reason
+(Detach, a closed socket, a broken ring): the rank is free at once, no further copy begins, leases are given back, the segment's
+name disappears. When every outstanding ticket has its answer (so no copy is in flight) the KV cache is forgotten and the
+segment unmapped. A session whose copies hang keeps its memory and disturbs nobody.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
@@ -21,11 +20,12 @@ from dataclasses import dataclass, field
 from maru_shm import layout as L
 from maru_shm import messages as M
 from maru_shm import segment as S
-from maru_shm.errors import AttachRefused, MaruError, SegmentError
 from maru_shm.records import SidecarRecords
 from maru_shm.ring import SubmissionConsumer
+from maru_sidecar import attaching
+from maru_sidecar.attaching import AttachThreads, Identity, Opened, Opening
 from maru_sidecar.config import Limits
-from maru_sidecar.control_server import Connection
+from maru_sidecar.connection import Connection
 from maru_sidecar.copy_thread import WorkerPort
 from maru_sidecar.descriptors import close_later
 from maru_sidecar.directory import Directory
@@ -34,7 +34,7 @@ from maru_sidecar.lanes import Lane, Lanes
 from maru_sidecar.poller import Poller
 from maru_sidecar.pool import PoolFile
 from maru_sidecar.tickets import Counters, TicketTable
-from maru_sidecar.transfer.base import KvTarget, Peer
+from maru_sidecar.transfer.base import KvTarget
 from maru_sidecar.transfer.cpu import peer_exited
 
 log = logging.getLogger(__name__)
@@ -59,42 +59,11 @@ class Session:
     attached_s: float = field(default_factory=time.monotonic)
     detaching: bool = False  #: its client waits for the answer to Detach
     releasing: bool = False
+    abandoned: bool = False  #: its memory did not answer; a thread hangs in a copy
 
     @property
     def name(self) -> str:
         return f"session {self.id} ({self.attach.role.value} {self.attach.rank} of {self.attach.engine_id!r})"
-
-
-@dataclass(frozen=True, slots=True)
-class _Opening:
-    """An attach on its way; ``pidfd`` is this attach's own."""
-
-    session_id: int
-    connection: Connection
-    message: M.Attach
-    engine: Engine
-    pidfd: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """What the worker thread made for an attach. ``pool_fd`` is the client's, read-only."""
-
-    segment: S.Segment
-    doorbell: int
-    pool_fd: int
-    lane: Lane | None = None
-    target: KvTarget | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """How this sidecar's segments are named."""
-
-    instance: str
-    generation: int
-    pid: int
-    start_time: int
 
 
 class Sessions:
@@ -122,10 +91,13 @@ class Sessions:
         self._counters = counters
         self._reply = reply
         self._hang_up = hang_up
-        self._workers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="maru-attach")
+        self._workers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="maru-release")
+        self._attaches = AttachThreads()
         self._serial = 0
-        self._opening: dict[int, _Opening] = {}
-        self.registry = EngineRegistry(pool.region_bytes, limits.max_engines)
+        self._opening: dict[int, Opening] = {}
+        self.attaches_hanging = 0  #: given up, and their threads are not back
+        self.abandoned = 0  #: sessions ended, ever, because their memory did not answer
+        self.registry = EngineRegistry(pool.region_bytes, limits.max_engines, limits.max_pieces)
         self.live: dict[int, Session] = {}
         self.ending: dict[int, Session] = {}
         self.state = L.SidecarState.READY
@@ -138,9 +110,19 @@ class Sessions:
         """Whether nothing is being opened and no session is ending."""
         return not self._opening and not self.ending
 
+    @property
+    def only_hanging(self) -> bool:
+        """Whether nothing is left but what does not answer."""
+        return not self._opening and all(s.abandoned for s in self.ending.values())
+
+    @property
+    def hanging(self) -> int:
+        """Ended sessions and attaches whose engine's memory still holds up a thread."""
+        return self.attaches_hanging + sum(s.abandoned for s in tuple(self.ending.values()))
+
     def in_flight(self) -> int:
-        """Tickets without a terminal answer."""
-        return sum(len(s.table.outstanding) for s in (*self.live.values(), *self.ending.values()))
+        """Tickets that will get a terminal answer: not those of engines whose memory does not answer."""
+        return sum(len(s.table.outstanding) for s in (*self.live.values(), *self.ending.values()) if not s.abandoned)
 
     # --- attach -----------------------------------------------------------------------------------------------------------
     def attach(self, connection: Connection, message: M.Attach, fds: list[int]) -> None:
@@ -161,32 +143,28 @@ class Sessions:
         except BaseException:
             close_later(fds)
             raise
-        opening = _Opening(self._serial, connection, message, engine, pidfd)
+        opening = Opening(self._serial, connection, message, engine, pidfd)
+        try:
+            self._attaches.submit(
+                lambda: attaching.make(opening, fds, self._identity, self._pool, self._lanes),
+                lambda future: self._poller.call_soon(lambda: self._try_opened(opening, future)),
+            )
+        except BaseException:
+            self.registry.leave(engine, message.role, message.rank, opening.session_id)
+            os.close(pidfd)
+            close_later(fds)
+            raise
         self._opening[opening.session_id] = opening
         connection.session = opening.session_id
-        future = self._workers.submit(self._open, opening, fds)
-        future.add_done_callback(lambda f: self._poller.call_soon(lambda: self._opened(opening, f)))
 
     def _check_limits(self, connection: Connection, m: M.Attach) -> None:
         if connection.session is not None:
             raise Refusal(M.RefusalCode.BAD_MESSAGE, "this connection is attached already", "one session per connection")
         if len(self.live) + len(self.ending) + len(self._opening) >= self._limits.max_sessions:
             raise Refusal(M.RefusalCode.LIMIT, f"{self._limits.max_sessions} sessions are open", "raise limits.max_sessions")
-        for name in ("max_records", "max_keys", "max_blocks"):
-            asked, limit = getattr(m, name), getattr(self._limits, name)
-            if not (0 if name == "max_blocks" else 1) <= asked <= limit:
-                raise Refusal(M.RefusalCode.LIMIT, f"{name} is {asked}", f"at least 1, at most limits.{name} ({limit})")
-        try:
-            _shape(m).check()
-        except SegmentError as e:
-            raise Refusal(M.RefusalCode.LIMIT, e.what, e.remedy) from e
-        total = _shape(m).total_bytes
-        if total > self._limits.segment_bytes:
-            raise Refusal(
-                M.RefusalCode.LIMIT,
-                f"a segment of {total} bytes ({m.max_records} records of {m.max_keys} keys and {m.max_blocks} blocks)",
-                f"lower maru.max_records, or raise limits.segment_bytes ({self._limits.segment_bytes})",
-            )
+        held = sum(s.segment.shape.total_bytes for s in (*self.live.values(), *self.ending.values()))
+        held += sum(attaching.shape_of(o.message).total_bytes for o in self._opening.values())
+        attaching.check_limits(m, self._limits, held)
 
     def _evict_dead_holder(self, m: M.Attach) -> None:
         """A restarted engine may be faster than the news of its predecessor's death, or than its attach."""
@@ -197,42 +175,34 @@ class Sessions:
         elif opening is not None and _gone(opening.connection, opening.pidfd):
             self.registry.leave(opening.engine, m.role, m.rank, holder)
 
-    def _open(self, opening: _Opening, fds: list[int]) -> _Opened:
-        """In a worker thread: make the segment, import the KV cache."""
-        ident, m = self._identity, opening.message
-        peer = Peer(opening.connection.pid, opening.pidfd, opening.connection.uid)
-        info = S.SegmentInfo(
-            ident.generation, opening.session_id, _shape(m), ident.pid, peer.pid, ident.start_time, time.time_ns(),
-            ident.instance, m.role,
-        )  # fmt: skip
-        with contextlib.ExitStack() as undo:
-            undo.callback(close_later, fds)
-            segment = S.create(info)
-            undo.callback(segment.close)
-            undo.callback(S.unlink, info.name)
-            doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            undo.callback(os.close, doorbell)
-            pool_fd = self._pool.open_readonly()
-            undo.callback(os.close, pool_fd)
-            lane, target = self._lanes.attach(m.layout, peer, fds) if m.layout is not None else (None, None)
-            undo.pop_all()
-            close_later(fds)
-            return _Opened(segment, doorbell, pool_fd, lane, target)
+    def _try_opened(self, opening: Opening, future: Future[Opened]) -> None:
+        try:
+            self._opened(opening, future)
+        except BaseException:  # counted and logged by the poller; this client would wait for its answer for ever
+            m = opening.message
+            self._hang_up(opening.connection)
+            self.registry.leave(opening.engine, m.role, m.rank, opening.session_id)
+            raise
 
-    def _opened(self, opening: _Opening, future: Future[_Opened]) -> None:
+    def _opened(self, opening: Opening, future: Future[Opened]) -> None:
         """Back in the main thread: the session lives, or the attach is refused."""
-        del self._opening[opening.session_id]
+        given_up = self._opening.pop(opening.session_id, None) is None
+        self.attaches_hanging -= given_up
         m, engine, connection = opening.message, opening.engine, opening.connection
         error = future.exception()
         if error is not None:
             os.close(opening.pidfd)
-            self.registry.leave(engine, m.role, m.rank, opening.session_id)
-            connection.session = None
-            self._reply(connection, _refused(error), [])
+            if not given_up:
+                self._refuse(opening, attaching.refused(error))
             return
         opened = future.result()
+        if given_up:
+            self._discard(opening, opened)
+            return
         if self.registry.holder(m) != opening.session_id:  # its client went away, and another one took its place meanwhile
             self._discard(opening, opened)
+            opening.connection.session = None
+            self._hang_up(opening.connection)
             return
         segment = opened.segment
         records = SidecarRecords(segment, max_keys=m.max_keys, max_blocks=m.max_blocks)
@@ -248,11 +218,15 @@ class Sessions:
             self.registry.registered(engine, m.rank)
         segment.words[L.WORD_SIDECAR_STATE] = self.state
         self.live[session.id] = session
+
         # Edge-triggered and never read: every ring is an edge, and a client that shares the descriptor's flags could make a
         # read block.
-        self._poller.register(session.doorbell, lambda _events: None, select.EPOLLIN | select.EPOLLET)
+        def ended(error: Exception) -> None:
+            self.end(session, f"an event of it could not be handled: {error}")
+
+        self._poller.register(session.doorbell, lambda _events: None, select.EPOLLIN | select.EPOLLET, failed=ended)
         # A client's socket may outlive it in a process that it forked.
-        self._poller.register(session.pidfd, lambda _events: self.end(session, "its process has ended"))
+        self._poller.register(session.pidfd, lambda _events: self.end(session, "its process has ended"), failed=ended)
         self._announce_namespace(engine)
         log.info("%s attached: %s", session.name, connection)
         transfer = opened.lane.transfer.name if opened.lane else ""
@@ -265,16 +239,20 @@ class Sessions:
             os.close(segment.fd)
             segment.fd = -1
 
-    def _discard(self, opening: _Opening, opened: _Opened) -> None:
+    def _refuse(self, opening: Opening, why: M.Refused) -> None:
+        m = opening.message
+        self.registry.leave(opening.engine, m.role, m.rank, opening.session_id)
+        opening.connection.session = None
+        self._reply(opening.connection, why, [])
+
+    def _discard(self, opening: Opening, opened: Opened) -> None:
         """Undo an attach whose client is gone."""
         S.unlink(opened.segment.info.name)
         opened.segment.close()
         for fd in (opened.doorbell, opened.pool_fd, opening.pidfd):
             os.close(fd)
-        if opened.target is not None:
-            self._workers.submit(opened.target.close)
-        opening.connection.session = None
-        self._hang_up(opening.connection)
+        if opened.target is not None and opened.lane is not None:
+            self._workers.submit(self._forget_memory, opened.target, opened.lane)
 
     def _announce_namespace(self, engine: Engine) -> None:
         """Once all ranks are there, write the namespace into the engine's segments: the next generation needs it for leases."""
@@ -287,6 +265,27 @@ class Sessions:
                 segment.words[L.WORD_WORLD] = 0
                 segment.bytes[at : at + L.KEY_BYTES] = engine.namespace
                 segment.words[L.WORD_WORLD] = engine.world
+
+    # --- memory that does not answer ------------------------------------------------------------------------------------------
+    def give_up_hanging(self, limit_s: float) -> None:
+        """End the sessions and refuse the attaches whose engine's memory has held up a thread of theirs for so long.
+
+        What waits behind the copy that hangs is answered at once; its own ticket, and the memory it may still touch, when the
+        copy ends: with the engine's process at the latest.
+        """
+        for session in tuple(self.live.values()):
+            if session.lane is not None and session.lane.own and session.lane.hangs(limit_s):
+                session.abandoned = True
+                self.abandoned += 1
+                self.end(session, f"its memory has not answered for {limit_s:.0f} s")
+                for ticket in tuple(session.table.outstanding.values()):
+                    ticket.give_up()
+        for opening in tuple(self._opening.values()):
+            if opening.overdue(limit_s):
+                del self._opening[opening.session_id]
+                self.attaches_hanging += 1
+                what = f"the memory of process {opening.connection.pid} has not answered for {limit_s:.0f} s"
+                self._refuse(opening, M.Refused(M.RefusalCode.UNREACHABLE_MEMORY, what, "see what serves its page faults"))
 
     # --- end --------------------------------------------------------------------------------------------------------------
     def detach(self, session: Session) -> None:
@@ -337,7 +336,13 @@ class Sessions:
                 log.error("%s: its KV cache could not be released: %s", session.name, error)
             self._poller.call_soon(lambda: self._finish(session))
 
-        self._workers.submit(target.close).add_done_callback(released)
+        assert session.lane is not None
+        self._workers.submit(self._forget_memory, target, session.lane).add_done_callback(released)
+
+    def _forget_memory(self, target: KvTarget, lane: Lane) -> None:
+        """In a worker thread."""
+        target.close()
+        self._lanes.release(lane)
 
     def _finish(self, session: Session) -> None:
         """No copy touches the client's memory any more: unmap, answer its Detach or hang up."""
@@ -370,22 +375,3 @@ def _gone(connection: Connection, pidfd: int) -> bool:
     poll = select.poll()
     poll.register(connection.sock, select.POLLRDHUP)
     return bool(poll.poll(0))
-
-
-def _shape(m: M.Attach) -> L.SegmentShape:
-    refs = m.world_size if m.role is L.Role.SCHEDULER else 0  # what LOCATE answers
-    return L.SegmentShape.for_limits(m.max_records, m.max_keys, m.max_blocks, refs_per_key=refs)
-
-
-def _refused(error: BaseException) -> M.Refused:
-    """The answer to an attach that failed in its worker thread."""
-    if isinstance(error, Refusal):
-        return M.Refused(error.code, error.what, error.remedy)
-    if isinstance(error, AttachRefused):
-        return M.Refused(M.RefusalCode.UNREACHABLE_MEMORY, error.what, error.remedy)
-    if isinstance(error, SegmentError):
-        return M.Refused(M.RefusalCode.LIMIT, error.what, error.remedy)
-    if isinstance(error, MaruError):
-        return M.Refused(M.RefusalCode.FAILED, error.what, error.remedy)
-    log.error("attach failed", exc_info=error)
-    return M.Refused(M.RefusalCode.FAILED, f"attach failed: {type(error).__name__}", "see the sidecar's log")

@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maru_shm import __version__
 from maru_shm import layout as L
+from maru_sidecar import descriptors
 from maru_sidecar.lanes import Lane
+from maru_sidecar.loader import Loader
+from maru_sidecar.store_queue import Writer
 
 if TYPE_CHECKING:
     from maru_sidecar.daemon import Sidecar
@@ -97,14 +100,18 @@ def sections(sidecar: Sidecar) -> dict[str, object]:
             "connections_refused": sidecar.server.refused,
             "protocol_violations": sidecar.violations,
             "deferred_calls_failed": sidecar.poller.failed,
+            "engines_abandoned": sidecar.sessions.abandoned if sidecar.sessions is not None else 0,
+            "engines_hanging": sidecar.sessions.hanging if sidecar.sessions is not None else 0,
+            "handlers_failed": sidecar.poller.failed_handlers,
+            "descriptors_closing": descriptors.pending(),
         },
         "pool": _pool(sidecar, stats),
         "directory": stats,
-        "cache": _cache(stats),
+        "cache": _cache(sidecar, stats),
         "sharing": _sharing(sidecar),
         "engines": _engines(sidecar),
         "sessions": _sessions(sidecar),
-        "queues": [row for lane in _lanes(sidecar) for row in _queues(lane)],
+        "queues": _queues(_lanes(sidecar)),
         "transfers": _transfers(sidecar),
         "failures": {code.name: n for code, n in sidecar.counters.codes.items() if code is not L.Code.OK and n},
     }
@@ -151,9 +158,25 @@ def _pool(sidecar: Sidecar, stats: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def _cache(stats: Mapping[str, object]) -> dict[str, object]:
+def _cache(sidecar: Sidecar, stats: Mapping[str, object]) -> dict[str, object]:
+    """Two ratios: of what lookups asked for, how much was there; of what loads asked for, how much arrived (all ranks counted).
+
+    A lookup is not a load: an engine may look a prompt up several times, and find it in its own cache after all. ``hit_ratio``
+    is the lookups'.
+    """
     asked, hit = _number(stats.get("chunks_asked_total")), _number(stats.get("chunks_hit_total"))
-    return {"chunks_asked": asked, "chunks_hit": hit, "hit_ratio": round(hit / asked, 4) if asked else 0.0}
+    with sidecar.counters.lock:
+        loads = sidecar.counters.ops[L.Op.LOAD]
+        load_asked, loaded = loads.asked, loads.chunks
+    hit_ratio = _ratio(hit, asked)
+    return {
+        "chunks_asked": asked, "chunks_hit": hit, "hit_ratio": hit_ratio, "lookup_hit_ratio": hit_ratio,
+        "load_chunks_asked": load_asked, "load_chunks_loaded": loaded, "load_success_ratio": _ratio(loaded, load_asked),
+    }  # fmt: skip
+
+
+def _ratio(part: float, whole: float) -> float:
+    return round(part / whole, 4) if whole else 0.0
 
 
 def _engines(sidecar: Sidecar) -> list[dict[str, object]]:
@@ -186,12 +209,21 @@ def _sessions(sidecar: Sidecar) -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
-def _queues(lane: Lane) -> Iterator[dict[str, object]]:
-    for name, thread in (("load", lane.loader), ("store", lane.writer)):
-        yield {
-            "device": lane.device, "queue": name, "jobs": thread.queued, "bytes_in_flight": thread.flying_bytes,
-            "alive": thread.alive,
-        }  # fmt: skip
+def _queues(lanes: list[Lane]) -> list[dict[str, object]]:
+    """By device: in host memory each worker has a lane of its own."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for lane in lanes:
+        threads: tuple[tuple[str, Loader | Writer], ...] = (("load", lane.loader), ("store", lane.writer))
+        for name, thread in threads:
+            row = rows.setdefault(
+                (lane.device, name),
+                {"device": lane.device, "queue": name, "jobs": 0, "bytes_in_flight": 0, "alive": True, "lanes": 0},
+            )
+            row["jobs"] += thread.queued
+            row["bytes_in_flight"] += thread.flying_bytes
+            row["alive"] &= thread.alive
+            row["lanes"] += 1
+    return list(rows.values())
 
 
 def _transfers(sidecar: Sidecar) -> list[dict[str, object]]:
@@ -229,6 +261,9 @@ def _daemon_metrics(sidecar: Sidecar) -> Iterator[Metric]:
     yield Metric(
         "maru_protocol_violations_total", "counter", "Sessions ended for a broken ring or record", {}, sidecar.violations
     )
+    for kind, n in (("event", sidecar.poller.failed_handlers), ("deferred", sidecar.poller.failed)):
+        yield Metric("maru_handlers_failed_total", "counter", "Calls in the main loop that raised", {"kind": kind}, n)
+    yield Metric("maru_descriptors_closing", "gauge", "Clients' descriptors not closed yet", {}, descriptors.pending())
     sessions = list(sidecar.sessions.live.values()) if sidecar.sessions is not None else []
     for role in L.Role:
         n = sum(s.attach.role is role for s in sessions)
@@ -271,12 +306,16 @@ def _request_metrics(sidecar: Sidecar) -> Iterator[Metric]:
 
 
 def _queue_metrics(sidecar: Sidecar) -> Iterator[Metric]:
-    rows = [row for lane in _lanes(sidecar) for row in _queues(lane)]
+    rows = _queues(_lanes(sidecar))
     rows = rows or [{"device": "cpu", "queue": q, "jobs": 0, "bytes_in_flight": 0} for q in ("load", "store")]
     for row in rows:
         labels = {"device": str(row["device"]), "queue": str(row["queue"])}
         yield Metric("maru_queue_jobs", "gauge", "Transfers queued or running", labels, _number(row["jobs"]))
         yield Metric("maru_in_flight_bytes", "gauge", "Bytes being copied", labels, _number(row["bytes_in_flight"]))
+    hanging = sidecar.sessions.hanging if sidecar.sessions is not None else 0
+    yield Metric("maru_hanging_engines", "gauge", "Engines whose memory does not answer and holds up a thread", {}, hanging)
+    abandoned = sidecar.sessions.abandoned if sidecar.sessions is not None else 0
+    yield Metric("maru_abandoned_sessions_total", "counter", "Sessions ended because a copy did not end", {}, abandoned)
     pending = len(sidecar.lanes.pending) if sidecar.lanes is not None else 0
     yield Metric("maru_pending_chunks", "gauge", "Chunks being written", {}, pending)
 

@@ -1,6 +1,6 @@
-"""The write-behind queue of one device: engines' KV blocks → slabs, behind the loads.
+"""The write-behind queue of one lane: engines' KV blocks → slabs, behind the loads.
 
-*Loads first.* Before each slice the writer waits until the loader of its device is quiet, at most ``patience_s``: stores make
+*Loads first.* Before each slice the writer waits until the loader of its lane is quiet, at most ``patience_s``: stores make
 at least that progress under any load, and a hit never queues behind more than one slice.
 
 *Nothing is stored twice.* A chunk that is in the pool is skipped. One that another ticket is writing (a prefix shared by two
@@ -39,29 +39,34 @@ class PendingChunks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[ChunkName, list[Callable[[], None]]] = {}
+        self._waiting: dict[ChunkName, dict[object, Callable[[], None]]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def begin(self, chunk: ChunkName) -> None:
         with self._lock:
-            self._waiting[chunk] = []
+            self._waiting[chunk] = {}
 
-    def ask(self, chunk: ChunkName, callback: Callable[[], None]) -> bool:
-        """Call back once when ``chunk`` is settled; False (and never) if nobody is writing it."""
+    def ask(self, chunk: ChunkName, who: object, callback: Callable[[], None]) -> bool:
+        """Call ``who`` back once when ``chunk`` is settled; False (and never) if nobody is writing it."""
         with self._lock:
             waiting = self._waiting.get(chunk)
             if waiting is None:
                 return False
-            waiting.append(callback)
+            waiting[who] = callback
             return True
+
+    def forget(self, chunk: ChunkName, who: object) -> None:
+        """``who`` does not want to know any more: a write may take for ever."""
+        with self._lock:
+            self._waiting.get(chunk, {}).pop(who, None)
 
     def end(self, chunk: ChunkName) -> None:
         """Committed or aborted."""
         with self._lock:
-            callbacks = self._waiting.pop(chunk, [])
-        for callback in callbacks:
+            callbacks = self._waiting.pop(chunk, {})
+        for callback in callbacks.values():
             callback()
 
 
@@ -89,7 +94,7 @@ class StoreFlight(Flight[StoreJob]):
 
 
 class Writer(CopyThread[StoreJob, StoreFlight]):
-    """See the module. ``loader_quiet``: set while the device's loader has nothing it could do."""
+    """See the module. ``loader_quiet``: set while the lane's loader has nothing it could do."""
 
     RETRY_NS = 1_000_000  #: a chunk was PENDING and is not any more: ask again after this
 
@@ -145,6 +150,8 @@ class Writer(CopyThread[StoreJob, StoreFlight]):
                 job.withdrawn = True
             if job.aside and not job.asked and now >= job.retry_ns:
                 job.todo, job.aside = sorted(job.aside + job.todo), []
+            if job.aside and now - job.queued_ns > self._fence_timeout_ns:
+                job.error = job.error or L.Code.TIMED_OUT  # whoever writes them hangs
             if chosen is None and job.todo and not job.over and self._fence_open(job, now):
                 chosen = job
             self._settle_if_over(job)
@@ -160,7 +167,7 @@ class Writer(CopyThread[StoreJob, StoreFlight]):
         self._jobs.remove(job)
         self._jobs.append(job)
         port, request = job.port, job.ticket.request
-        wanted = max(1, self._slice(job) // port.slab_bytes)
+        wanted = self._slice_chunks(job)
         reserved: list[tuple[int, Reservation]] = []
         try:
             while job.todo and len(reserved) < wanted:
@@ -185,20 +192,12 @@ class Writer(CopyThread[StoreJob, StoreFlight]):
                 job.withdrawn = True
                 self._abort(job, reserved)
                 return
-            try:
-                copy = port.target.submit(
-                    Direction.STORE,
-                    np.array([r.offset for _, r in reserved], np.uint64),
-                    request.blocks[[chunk + 1 for chunk, _ in reserved]],
-                )
-            except BaseException:
-                if not job.in_flight:
-                    job.ticket.end_copy()
-                raise
+            offsets = np.array([r.offset for _, r in reserved], np.uint64)
+            copy = self._submit(job, Direction.STORE, offsets, request.blocks[[chunk + 1 for chunk, _ in reserved]])
         except BaseException:
             self._abort(job, reserved)
             raise
-        self._fly(StoreFlight(job, copy, reserved))
+        self._fly(StoreFlight(job, copy, reserved), len(reserved))
 
     def _set_aside(self, job: StoreJob, chunk: int) -> None:
         job.aside.append(chunk)
@@ -210,7 +209,7 @@ class Writer(CopyThread[StoreJob, StoreFlight]):
 
         with self._wake:
             job.asked += 1
-        if not self._pending.ask(job.name(chunk), settled):
+        if not self._pending.ask(job.name(chunk), job, settled):
             with self._wake:
                 job.asked -= 1
             job.retry_ns = time.monotonic_ns() + self.RETRY_NS
@@ -248,6 +247,11 @@ class Writer(CopyThread[StoreJob, StoreFlight]):
             job.error = job.error or L.Code.POOL_FULL
         finally:
             self._abort(job, left)
+
+    def _settle(self, job: StoreJob) -> None:
+        for chunk in job.aside:
+            self._pending.forget(job.name(chunk), job)
+        super()._settle(job)
 
     def _answer(self, job: StoreJob) -> None:
         failpoints.hit("store.before_complete")

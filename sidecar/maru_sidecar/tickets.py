@@ -1,15 +1,15 @@
 """A ticket in the sidecar's hands: from ACCEPTED to its one terminal answer.
 
 Why every ticket gets exactly one: a :class:`Ticket` enters its session's ``outstanding`` table when it is accepted and leaves
-it only in :meth:`Ticket.finish`, which writes the terminal state under the session's lock and answers False ever after. The
-queues hold a ticket only inside :meth:`Ticket.answering`, which finishes it as FAILED on any way out that has not. A session's
-segment is unmapped only when its table is empty, so an answer always has somewhere to go.
+it only in :meth:`Ticket.finish`, which writes the terminal state under the session's lock and answers False ever after. A
+session's segment is unmapped only when its table is empty, so an answer always has somewhere to go.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -54,8 +54,19 @@ class Counters:
             self.codes[code] += 1
 
 
+@dataclass(slots=True, eq=False)
+class _Epoch:
+    """The transfers opened between two DRAINs: how many are not terminal, and the DRAIN that closed it."""
+
+    open: int = 0
+    drain: Ticket | None = None
+
+
 class TicketTable:
-    """The tickets of one session that have no terminal answer yet, and the DRAINs that wait for them."""
+    """The tickets of one session that have no terminal answer yet, and the DRAINs that wait for them.
+
+    A DRAIN ends when its epoch and all before it are empty; each costs a few words, however many tickets it waits for.
+    """
 
     def __init__(self, records: SidecarRecords, counters: Counters, emptied: Callable[[], None]) -> None:
         self.records = records
@@ -63,50 +74,70 @@ class TicketTable:
         self.lock = threading.Lock()
         self.outstanding: dict[int, Ticket] = {}
         self.closing = False  #: the session is being torn down: no copy for it may begin
-        self._drains: list[tuple[Ticket, set[int]]] = []
+        self._in_use: set[int] = set()  #: record indices of those
+        self._epochs: deque[_Epoch] = deque([_Epoch()])
         self._emptied = emptied  #: called from any thread whenever a closing table becomes empty
 
     def open(self, request: Request) -> Ticket:
         """Take responsibility for an accepted request.
 
-        Raises :class:`~maru_shm.errors.ProtocolViolation` for a ticket in use.
+        Raises :class:`~maru_shm.errors.ProtocolViolation` for a record whose ticket before has no answer yet: there would be
+        no bound on how many are open.
         """
-        ticket = Ticket(self, request)
+        index = request.ticket & L.TICKET_INDEX_MASK
         with self.lock:
-            if request.ticket in self.outstanding:
-                raise ProtocolViolation(f"ticket {request.ticket:#x} was submitted twice", "a ticket is never reused")
+            if index in self._in_use:
+                raise ProtocolViolation(
+                    f"ticket {request.ticket:#x} was submitted twice, or over a ticket without an answer",
+                    "a ticket is never reused, a record when it has been answered",
+                )
+            epoch = self._epochs[-1] if request.op is not L.Op.DRAIN else None
+            ticket = Ticket(self, request, epoch)
+            if epoch is not None:
+                epoch.open += 1
+            self._in_use.add(index)
             self.outstanding[request.ticket] = ticket
         return ticket
 
     def drain(self, ticket: Ticket) -> None:
         """Finish ``ticket`` (a DRAIN) when every ticket opened before it is terminal."""
         with self.lock:
-            before = {t for t, other in self.outstanding.items() if other is not ticket and other.request.op is not L.Op.DRAIN}
-            if before:
-                self._drains.append((ticket, before))
-        if not before:
-            ticket.finish(L.State.DONE)
+            self._epochs[-1].drain = ticket
+            self._epochs.append(_Epoch())
+            ended = self._drained()
+        for drain in ended:
+            drain.finish(L.State.DONE)
+
+    def _drained(self) -> list[Ticket]:
+        """The DRAINs that nothing is before any more; they are the caller's to finish, without the lock."""
+        ended = []
+        while not self._epochs[0].open and (drain := self._epochs[0].drain) is not None:
+            self._epochs.popleft()
+            ended.append(drain)
+        return ended
 
     def close(self) -> list[Ticket]:
         """Let no further copy begin and give up the DRAINs; returns what is still outstanding."""
         with self.lock:
             self.closing = True
-            drains, self._drains = self._drains, []
-        for ticket, _ in drains:
+            drains = [epoch.drain for epoch in self._epochs if epoch.drain is not None]
+            self._epochs = deque([_Epoch()])
+        for ticket in drains:
             ticket.finish(L.State.FAILED, L.Code.ENGINE_GONE)
         with self.lock:
             return list(self.outstanding.values())
 
-    def answered(self, ticket: Ticket) -> None:
-        """``ticket`` has left the table: see whose DRAIN this ends."""
-        ended: list[Ticket] = []
+    def forget(self, ticket: Ticket) -> None:
+        """``ticket`` is terminal; with the lock held."""
+        del self.outstanding[ticket.request.ticket]
+        self._in_use.discard(ticket.request.ticket & L.TICKET_INDEX_MASK)
+        if ticket.epoch is not None:
+            ticket.epoch.open -= 1
+
+    def answered(self) -> None:
+        """A ticket has left the table: see whose DRAIN this ends."""
         with self.lock:
-            for entry in self._drains:
-                entry[1].discard(ticket.request.ticket)
-                if not entry[1]:
-                    ended.append(entry[0])
-            if ended:
-                self._drains = [entry for entry in self._drains if entry[1]]
+            ended = self._drained()
             empty = self.closing and not self.outstanding
         for drain in ended:
             drain.finish(L.State.DONE)
@@ -117,10 +148,11 @@ class TicketTable:
 class Ticket:
     """One accepted request. Any thread may finish it; only the first finish counts."""
 
-    __slots__ = ("_answered", "_first_copy", "n_bytes", "request", "table")
+    __slots__ = ("_answered", "_first_copy", "epoch", "n_bytes", "request", "table")
 
-    def __init__(self, table: TicketTable, request: Request) -> None:
+    def __init__(self, table: TicketTable, request: Request, epoch: _Epoch | None = None) -> None:
         self.table = table
+        self.epoch = epoch
         self.request = request
         self.n_bytes = 0
         self._first_copy = 0
@@ -152,6 +184,10 @@ class Ticket:
             return self.finish(L.State.FAILED, L.Code.ENGINE_GONE, n_done=n_done)
         return self.finish(L.State.CANCELLED, n_done=n_done)
 
+    def give_up(self) -> bool:
+        """FAILED, unless a copy for it runs: then it is answered when that ends. The session is closing."""
+        return self.table.records.forbid(self.request.ticket) and self.finish(L.State.FAILED, L.Code.ENGINE_GONE)
+
     def finish(self, state: L.State, code: L.Code = L.Code.OK, *, n_done: int = 0, deadline: int = 0) -> bool:
         """Write the terminal answer; False (and nothing written) if there was one already. Thread-safe.
 
@@ -166,7 +202,7 @@ class Ticket:
                 request.ticket, state, code,
                 n_done=n_done, n_bytes=self.n_bytes, t_first_copy=self._first_copy, deadline=deadline,
             )  # fmt: skip
-            del table.outstanding[request.ticket]
+            table.forget(self)
         table.counters.count(request, state, code, n_done, self.n_bytes)
-        table.answered(self)
+        table.answered()
         return True

@@ -21,7 +21,7 @@ from tests.support.waiting import until
 
 from maru_shm import layout as L
 from maru_shm import segment as segments
-from maru_sidecar.control_server import instance_of
+from maru_sidecar.listener import instance_of
 
 SECONDS = float(os.environ.get("MARU_FUZZ_SECONDS", "25"))
 ENGINES = ("alpha", "beta")

@@ -9,15 +9,21 @@ import pytest
 from tests.engine.scheduler_world import World, case
 from tests.support.sidecar_process import SidecarProcess
 from tests.support.toy_model import continuation, prompt
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from tests.support.vllm_sched import Outcome
 
 
+#: A sidecar that gets no turn for a while is waited for: what these cases show depends on its answers, not on their speed.
+PATIENT = {"maru.lookup_patience_ms": 60_000.0}
+
+
 @case
 def preempted_requests_resume_with_right_bytes(world: World) -> None:
-    engine = world.engine(num_blocks=40)
+    engine = world.engine(num_blocks=40, extra=PATIENT)
     answers = [engine.submit(prompt(i, 150), 60) for i in range(5)]
+    engine.await_lookups()  # so that all begin together, and do not fit
     engine.run()
     engine.check()
     assert any(len(a.admissions) > 1 for a in answers), "nothing was preempted: the case shows nothing"
@@ -25,11 +31,17 @@ def preempted_requests_resume_with_right_bytes(world: World) -> None:
 
 @case
 def a_preempted_request_reloads_prompt_and_generated_chunks(world: World) -> None:
-    engine = world.engine(num_blocks=40)  # two prompts fit, their answers do not: the second is preempted while it generates
+    # Two prompts fit, their answers do not: the second is preempted while it generates, after some 60 tokens.
+    engine = world.engine(num_blocks=40, extra=PATIENT)
     answers = [engine.submit(prompt(i, 250), 150) for i in range(2)]
+    engine.await_lookups()
+    preempted = answers[1]
+    while len(world.sidecar.chunks()) < 8:  # the prompts', and for each the one that six generated tokens complete
+        assert len(preempted.admissions) <= 1, "preempted before its chunks were stored: the case shows nothing"
+        engine.step()
+        until(world.sidecar_is_idle, "the sidecar has done what it was asked")
     engine.run()
     engine.check()
-    preempted = answers[1]
     assert len(preempted.admissions) == 2, preempted
     assert preempted.admissions[1] >= 256, "the chunk that its first generated tokens completed did not come back"
 

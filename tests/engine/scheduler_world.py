@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from tests.support.sidecar_process import SidecarProcess
 
+from maru_shm import messages
+
 if TYPE_CHECKING:
     from tests.support.vllm_sched import Engine
 
@@ -42,6 +44,12 @@ class World:
         if attached:
             engine.warm_up()
         return engine
+
+    def sidecar_is_idle(self) -> bool:
+        """Whether every request that was posted has its answer."""
+        status = self.sidecar.ask(messages.GetStatus())
+        assert isinstance(status, messages.Status), status
+        return all(not session["in_flight"] for session in status.sections["sessions"])  # type: ignore[attr-defined]
 
     def end(self, engine: Engine) -> None:
         engine.close()

@@ -76,8 +76,19 @@ def test_stored_chunks_are_listed_pinned_and_cleared(sidecar: SidecarProcess) ->
         assert isinstance(page, list)
         assert [row["key"] for row in page] == [row["key"] for row in listed[2:4]]
         namespace, keys = listed[0]["namespace"], [row["key"] for row in listed[:2]]
-        assert maru(sidecar, "cache", "pin", namespace, *keys, "00" * 16, listed[2]["key"]) == {"pinned": 2, "asked": 4}
-        assert maru(sidecar, "cache", "unpin", namespace, *keys) == {"unpinned": 2, "asked": 2}
+        absent, last = "00" * 16, listed[2]["key"]
+        some = ("cache", "pin", namespace, *keys, absent, last, "--socket", sidecar.socket)
+        done = command("maru_sidecar", *some)
+        assert (done.returncode, done.stdout) == (10, "2 of 4 chunks pinned\n")
+        assert f"{absent} is not in the pool; not tried: 1" in done.stderr
+        done = command("maru_sidecar", *some, "--format", "json")
+        wanted = {"pinned": 2, "asked": 4, "not_found": absent, "not_tried": 1}
+        assert (done.returncode, json.loads(done.stdout)) == (10, wanted)
+        for _ in range(2):
+            unpinned = {"unpinned": 2, "asked": 2, "not_found": None, "not_tried": 0}
+            assert maru(sidecar, "cache", "unpin", namespace, *keys) == unpinned
+        assert command("maru_sidecar", "cache", "unpin", namespace, absent, "--socket", sidecar.socket).returncode == 10
+        assert "10 a key" in command("maru_sidecar", "cache", "pin", "--help").stdout
         assert maru(sidecar, "cache", "clear", "--engine", "engine") == {"dropped": chunks, "kept": 0}
         assert maru(sidecar, "cache", "ls") == []
 

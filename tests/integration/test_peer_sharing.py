@@ -69,6 +69,17 @@ def test_a_prefix_made_of_chunks_of_both_sidecars_is_one_hit_on_either(pair: Pai
         np.testing.assert_array_equal(engine.cache.read(blocks_table(32, 6)), wanted)
 
 
+def test_a_burst_larger_than_the_regions_in_stock_is_stored_whole() -> None:
+    with shared_pool(16 << 20, 1 << 20) as path, contextlib.ExitStack() as stack:  # a region: 21 slabs; one spare at a time
+        a = start_sidecar(stack, path, start_server(stack).endpoint, "a")
+        engine = SharedEngine(a, blocks=400)
+        stack.callback(engine.close)
+        stored = engine.store(prompt_keys("burst", 100), blocks_table(0, 100))
+        assert (stored.state, stored.n_done) == (L.State.DONE, 100), stored
+        a.wait_until_published(100)
+        assert engine.hits(prompt_keys("burst", 100)) == 100
+
+
 def test_a_lookup_of_what_nobody_has_is_answered_by_the_server_as_a_miss(pair: Pair) -> None:
     assert pair.engine_b.hits(prompt_keys("unknown", 4)) == 0
     assert pair.b.sharing()["lookups_asked"] == 1

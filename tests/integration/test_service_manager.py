@@ -51,8 +51,9 @@ class Service:
 
     def close(self) -> None:
         self.manager.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.pool)
+        for path in (self.pool, self.pool + ".lock", self.pool.removesuffix("-moved") + ".lock"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 @pytest.fixture

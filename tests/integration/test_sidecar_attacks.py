@@ -168,6 +168,31 @@ def test_a_lingering_socket_in_a_message_never_read_does_not_hold_the_sidecar_up
         assert sidecar.state() == "READY"
 
 
+@pytest.mark.parametrize("copies", [1, 253])
+def test_a_lingering_socket_in_garbage_does_not_hold_the_sidecar_up(
+    sidecar: SidecarProcess, lingering: socket.socket, copies: int
+) -> None:
+    """253 are more than a message may have, and what the kernel lets through."""
+    with contextlib.closing(control.connect(sidecar.socket, 10.0)) as sock, open(os.devnull) as other:
+        descriptors = [other.fileno()] * (copies - 1) + [lingering.fileno()]
+        socket.send_fds(sock, [b"\xc1 no message"], descriptors)
+        lingering.close()
+        assert sidecar.state() == "READY"
+        received = control.receive(sock, control.to_client)
+        assert received is not None
+        assert isinstance(received[0], M.Refused)
+
+
+@pytest.mark.parametrize("kind", [fcntl.LOCK_SH, fcntl.LOCK_EX])
+def test_a_client_that_locks_the_pool_when_its_sidecar_dies_keeps_no_successor_out(kind: int) -> None:
+    with running_sidecar() as sidecar, Client(sidecar.socket) as client:
+        client.store(prompt_keys("kept", 1), blocks_table(0, 1))
+        sidecar.kill()
+        fcntl.flock(client.pool_fd, kind)
+        sidecar.start()
+        assert len(sidecar.chunks()) == 1
+
+
 # --- what an operator sees ----------------------------------------------------------------------------------------------------
 def test_scribbled_slab_headers_are_listed_with_their_true_sizes() -> None:
     with running_sidecar() as sidecar, contextlib.ExitStack() as clients:

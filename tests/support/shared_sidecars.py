@@ -15,7 +15,7 @@ from maru_shm import messages as M
 from maru_shm import segment as segments
 from maru_shm.records import Reply
 from maru_sidecar import pool_admin
-from maru_sidecar.control_server import instance_of
+from maru_sidecar.listener import instance_of
 from tests.server.servers import ServerProcess
 from tests.support.client import Client, KvCache
 from tests.support.sidecar_process import SidecarProcess

@@ -102,8 +102,9 @@ class SidecarProcess:
             if self._process is not None and self._process.poll() is None:
                 self.stop()
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.pool)
+            for path in (self.pool, self.pool + ".lock"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
             self._directory.cleanup()
 
 

@@ -328,6 +328,14 @@ class Engine:
         self.check()
         return outcome
 
+    def await_lookups(self, timeout: float = 20.0) -> None:
+        """Wait, without a step, until the sidecar has answered what requests asked for on arrival."""
+        lookups = [state.lookup for state in self.scheduler.connector._scheduler._requests.values() if state.lookup is not None]
+        deadline = time.monotonic() + timeout
+        while any(lookup.session.peek(lookup.ticket) is None for lookup in lookups):
+            assert time.monotonic() < deadline, f"lookups were not answered in {timeout:.0f} s"
+            time.sleep(IDLE_SLEEP_S)
+
     def warm_up(self, timeout: float = 10.0) -> None:
         """Serve one-token requests until the scheduler half has attached, which it does step by step."""
         deadline = time.monotonic() + timeout

@@ -130,9 +130,11 @@ def test_cache_clear_never_clears_everything_by_omission(responder: Responder, a
 
 def test_keys_to_pin_come_from_the_line_or_standard_input(responder: Responder) -> None:
     done = command("cache", "pin", "ab", "k1", "-", "--socket", responder.path, text="k2\nk3\n")
-    assert done.stdout == "1 of 3 chunks pinned\n"
+    assert (done.returncode, done.stdout) == (10, "1 of 3 chunks pinned\n")
+    assert "k2 is not in the pool; not tried: 1" in done.stderr
     assert responder.heard[-1] == M.Pin("ab", ["k1", "k2", "k3"])
-    assert ask_json(responder, "cache", "unpin", "ab", "k1") == {"unpinned": 1, "asked": 1}
+    unpinned = {"unpinned": 1, "asked": 1, "not_found": None, "not_tried": 0}
+    assert ask_json(responder, "cache", "unpin", "ab", "k1") == unpinned
     assert responder.heard[-1] == M.Pin("ab", ["k1"], pinned=False)
 
 

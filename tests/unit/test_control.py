@@ -50,6 +50,41 @@ def test_a_message_and_its_descriptors_arrive(pair: Pair) -> None:
         os.close(fd)
 
 
+@pytest.mark.parametrize("n", [1, control.MAX_FDS + 1, 253])
+def test_descriptors_of_garbage_are_not_closed_here_but_handed_over(pair: Pair, n: int) -> None:
+    """All of them, however many: those the kernel had to drop would be closed by it, in the receiving thread."""
+    r, w = os.pipe()
+    socket.send_fds(pair[0], [b"\xc1"], [w] * n)
+    os.close(w)
+    kept: list[int] = []
+    with pytest.raises(ProtocolViolation):
+        control.receive(pair[1], control.to_sidecar, kept.extend)
+    assert len(kept) == n
+    control.close_all(kept)
+    assert kept == []
+    assert os.read(r, 1) == b""
+    os.close(r)
+
+
+def test_nesting_without_end_is_garbage(pair: Pair) -> None:
+    pair[0].send(b"\x81\xa1x" * 20_000 + b"\xc0")
+    with pytest.raises(ProtocolViolation):
+        control.receive(pair[1], control.to_sidecar)
+
+
+def test_whether_a_message_carries_descriptors_can_be_seen_without_taking_it(pair: Pair) -> None:
+    control.send(pair[0], M.Ping())
+    control.send(pair[0], M.Ping(), [pair[0].fileno()])
+    for expected in (False, True):
+        assert control.carries_descriptors(pair[1]) is expected
+        received = control.receive(pair[1], control.to_sidecar)
+        assert received is not None
+        assert len(received[1]) == expected
+        control.close_all(received[1])
+    with pytest.raises(BlockingIOError):
+        control.carries_descriptors(pair[1])
+
+
 def test_end_of_file_is_none_and_an_empty_socket_blocks(pair: Pair) -> None:
     pair[1].setblocking(False)
     with pytest.raises(BlockingIOError):

@@ -6,8 +6,8 @@ import re
 import textwrap
 from pathlib import Path
 
+from maru_shm.http import parse_address
 from maru_sidecar.config import Config, load_config
-from maru_sidecar.http import parse_address
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 MANIFEST = (DEPLOY / "daemonset.yaml").read_text()

@@ -105,3 +105,20 @@ def test_engines_are_bounded(registry: EngineRegistry) -> None:
         registry.claim(worker(0, engine_id=f"e{i}"), i)
     with pytest.raises(Refusal, match="3 engines"):
         registry.claim(worker(0, engine_id="one too many"), 9)
+
+
+def test_a_chunk_of_too_many_pieces_is_refused_with_the_number_and_the_limit(registry: EngineRegistry) -> None:
+    size = 2048 * 1024 * 2
+    planes = tuple(KvPlane(0, i * 2, 2048, 1) for i in range(1024))
+    layout = KvLayout(2048, 1, planes, (KvRegion(RegionKind.PROCESS_VM, 4096, size),), "tiny")
+    with pytest.raises(Refusal, match=r"2048 blocks in 1024 planes is 2097152 pieces.*limits.max_pieces \(65536\)") as refused:
+        registry.claim(worker(layout=layout, chunk_tokens=2048), 1)
+    assert refused.value.code is RefusalCode.LIMIT
+    assert registry.claim(worker(layout=layout, chunk_tokens=64), 1)
+
+
+def test_a_world_whose_index_would_outweigh_its_slabs_is_refused_with_both_sizes(registry: EngineRegistry) -> None:
+    with pytest.raises(Refusal, match=r"world of 4096 ranks takes 32768 bytes .* slab of 16384 bytes.*at most 4096") as refused:
+        registry.claim(worker(world=4096), 1)
+    assert refused.value.code is RefusalCode.LIMIT
+    assert registry.claim(worker(world=512), 1)

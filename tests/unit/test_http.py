@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
+from tests.support.waiting import until
 
 from maru_shm.errors import ConfigError
-from maru_sidecar.http import MAX_REQUESTS, HttpServer, Sample, Sources, parse_address, render_metrics
+from maru_shm.http import Sample, parse_address, render_metrics
+from maru_sidecar.http import MAX_HEAD, MAX_REQUESTS, HttpServer, Sources
 
 
 @dataclass
@@ -22,8 +26,13 @@ class Daemon:
     ready: tuple[bool, str] = (True, "")
     metrics: list[Sample] = field(default_factory=list)
     broken: bool = False
+    hang: threading.Event = field(default_factory=threading.Event)  #: cleared: a status does not come to its end
+
+    def __post_init__(self) -> None:
+        self.hang.set()
 
     def status(self) -> dict[str, object]:
+        self.hang.wait(60)
         if self.broken:
             raise RuntimeError("directory lock lost")
         return {"pool": {"bytes": 4096}}
@@ -126,22 +135,71 @@ def test_a_source_that_fails_is_an_error_for_this_request_only(server: HttpServe
     assert ask(server, "/status")[0] == 200
 
 
-def test_silent_peers_take_a_bounded_number_of_threads(server: HttpServer) -> None:
-    silent = [socket.create_connection(server.address, timeout=10) for _ in range(MAX_REQUESTS)]
-    turned_away = socket.create_connection(server.address, timeout=10)
-    assert turned_away.recv(1) == b""  # closed at the door; the silent ones hold every place
-    turned_away.close()
-    for sock in silent:
-        sock.close()
-    while True:  # a place is free as soon as its thread has seen the hang-up
-        try:
-            status, _, body = ask(server, "/metrics")
-            break
-        except (http.client.HTTPException, ConnectionError):
-            continue
-    assert status == 200
-    count = next(line for line in body.splitlines() if line.startswith("maru_http_turned_away_total "))
-    assert int(count.split()[1]) >= 1
+# --- peers that take their time -----------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def trickling(server: HttpServer, n: int) -> Iterator[list[socket.socket]]:
+    """``n`` connections with a request that never ends; a byte more on each whenever the test sends one."""
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.create_connection(server.address, timeout=10)) for _ in range(n)]
+        for sock in socks:
+            sock.sendall(b"GET /healthz HTTP/1.0\r\nX: ")
+        yield socks
+
+
+def trickle(socks: list[socket.socket]) -> None:
+    for sock in socks:
+        with contextlib.suppress(OSError):
+            sock.send(b"a")
+
+
+def test_peers_that_trickle_bytes_keep_nobody_out(server: HttpServer) -> None:
+    with trickling(server, 3 * MAX_REQUESTS) as socks:
+        for path in ("/healthz", "/metrics", "/healthz", "/status"):
+            trickle(socks)
+            assert ask(server, path)[0] == 200
+        threads = "process_request_thread"
+        until(lambda: sum(threads in t.name for t in threading.enumerate()) <= MAX_REQUESTS, "the threads cut off have ended")
+        cut = next(line for line in ask(server, "/metrics")[2].splitlines() if line.startswith("maru_http_cut_off_total "))
+        assert int(cut.split()[1]) >= 2 * MAX_REQUESTS
+
+
+def test_a_request_that_does_not_end_is_cut_off_though_bytes_keep_coming(daemon: Daemon) -> None:
+    sources = Sources(list, daemon.status, lambda: (True, ""), lambda: (True, ""), dict)
+    server = HttpServer(("127.0.0.1", 0), sources, request_s=0.3)
+    server.start()
+    with trickling(server, 1) as (sock,):
+        sock.settimeout(0.05)
+
+        def ended() -> bool:
+            trickle([sock])
+            try:
+                return sock.recv(1) == b""
+            except TimeoutError:
+                return False
+            except ConnectionError:
+                return True
+
+        until(ended, "the peer is cut off")
+    server.close()
+
+
+def test_a_head_without_end_is_cut_off(server: HttpServer) -> None:
+    with socket.create_connection(server.address, timeout=10) as sock, contextlib.suppress(ConnectionError):
+        sock.sendall(b"GET /healthz HTTP/1.0\r\n")
+        sock.sendall(b"X: " + b"y" * MAX_HEAD)
+        assert sock.recv(1) == b""
+
+
+def test_a_hanging_status_does_not_take_the_places_of_health(server: HttpServer, daemon: Daemon) -> None:
+    daemon.hang.clear()
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 * MAX_REQUESTS):
+            sock = stack.enter_context(socket.create_connection(server.address, timeout=10))
+            sock.sendall(b"GET /status HTTP/1.0\r\n\r\n")
+        for _ in range(3):
+            assert ask(server, "/healthz")[0] == 200
+        daemon.hang.set()
+    assert ask(server, "/status")[0] == 200
 
 
 def test_a_taken_port_is_a_configuration_error(server: HttpServer, daemon: Daemon) -> None:

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,16 @@ from maru_shm import segment as segments
 from maru_shm.errors import SocketBusy
 from maru_shm.records import ClientRecords, SidecarRecords
 from maru_shm.ring import SubmissionConsumer, SubmissionProducer
+from maru_sidecar import descriptors
+from maru_sidecar.attaching import Opening
 from maru_sidecar.config import Control
-from maru_sidecar.control_server import Connection, ControlServer
+from maru_sidecar.connection import Connection
+from maru_sidecar.control_server import ControlServer
 from maru_sidecar.descriptors import close_later
 from maru_sidecar.dispatch import Dispatcher
 from maru_sidecar.engines import EngineRegistry
 from maru_sidecar.poller import Poller
-from maru_sidecar.sessions import Session
+from maru_sidecar.sessions import Session, Sessions
 from maru_sidecar.tickets import Counters, TicketTable
 
 
@@ -42,6 +46,55 @@ def test_a_deferred_call_that_raises_is_counted_and_the_next_one_runs() -> None:
     finally:
         poller.close()
     assert (ran, poller.failed) == ([2], 1)
+
+
+def test_an_event_handler_that_raises_ends_its_owner_alone() -> None:
+    poller, events = Poller(), []
+    broken, sound = os.eventfd(1, os.EFD_NONBLOCK), os.eventfd(1, os.EFD_NONBLOCK)
+
+    def fails(_mask: int) -> None:
+        raise ZeroDivisionError("staged")
+
+    def ended(error: Exception) -> None:
+        events.append(repr(error))
+        raise RuntimeError("its end fails too")
+
+    try:
+        poller.register(broken, fails, failed=ended)
+        poller.register(sound, lambda _mask: events.append("sound"))
+        assert poller.poll(0) == 2
+        assert sorted(events) == ["ZeroDivisionError('staged')", "sound"]
+        assert poller.poll(0) == 1  # not asked again
+        assert poller.failed_handlers == 1
+    finally:
+        poller.close()
+        os.close(broken)
+        os.close(sound)
+
+
+def test_a_connection_whose_event_raises_is_hung_up_and_the_next_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, poller = str(tmp_path / "control.sock"), Poller()
+    server = ControlServer(Control(socket=path), poller, Unencodable())
+    receive = control.receive
+    monkeypatch.setattr(control, "receive", lambda *_: 1 // 0)
+    with contextlib.closing(control.connect(path, 5.0)) as sock:
+        control.send(sock, M.Hello(M.PROTOCOL_MIN, M.PROTOCOL, "tests"))
+        while poller.poll(0.2):
+            pass
+        with contextlib.suppress(ConnectionResetError):
+            assert receive(sock, control.to_client) is None
+    assert (server.connections, poller.failed_handlers) == ({}, 1)
+    assert caplog.text.count("ZeroDivisionError") == 1
+    monkeypatch.setattr(control, "receive", receive)
+    with contextlib.closing(control.connect(path, 5.0)) as sock:
+        control.send(sock, M.Hello(M.PROTOCOL_MIN, M.PROTOCOL, "tests"))
+        while poller.poll(0.2):
+            pass
+        assert receive(sock, control.to_client) is not None
+    server.close()
+    poller.close()
 
 
 def test_descriptors_are_closed_though_others_hang() -> None:
@@ -71,6 +124,57 @@ def _ended(pipe: int) -> bool:
         return os.read(pipe, 1) == b""
     except BlockingIOError:
         return False
+
+
+def test_while_closes_hang_no_more_descriptors_are_taken_in_and_everything_else_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, poller = str(tmp_path / "control.sock"), Poller()
+    server = ControlServer(Control(socket=path), poller, Ponging())
+    monkeypatch.setattr(descriptors, "CLOGGED", -1)
+
+    def answer(sock: socket.socket) -> M.SidecarMessage | None:
+        while poller.poll(0.2):
+            pass
+        sock.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            received = control.receive(sock, control.to_client)
+            return received[0] if received is not None else None
+        return None
+
+    with contextlib.closing(control.connect(path, 5.0)) as sender, contextlib.closing(control.connect(path, 5.0)) as other:
+        for sock in (sender, other):
+            control.send(sock, M.Hello(M.PROTOCOL_MIN, M.PROTOCOL, "tests"))
+            assert isinstance(answer(sock), M.Welcome)
+        reading, writing = os.pipe()
+        control.send(sender, M.Ping(), [writing])
+        os.close(writing)
+        assert answer(sender) is None
+        control.send(other, M.Ping())
+        assert isinstance(answer(other), M.Pong)
+        server.tick()
+        assert answer(sender) is None
+        monkeypatch.undo()
+        server.tick()
+        assert isinstance(answer(sender), M.Pong)
+        os.set_blocking(reading, False)
+        until(lambda: _ended(reading), "the descriptor was taken in and closed")
+        os.close(reading)
+    server.close()
+    poller.close()
+
+
+class Ponging:
+    """A service that answers every request at once and asks for no descriptors."""
+
+    def welcome(self) -> M.Welcome:
+        return M.Welcome(M.PROTOCOL, "test", 1, 1, "0badcafe")
+
+    def request(self, connection: Connection, message: M.ClientMessage, fds: list[int]) -> M.SidecarMessage:
+        close_later(fds)
+        return M.Pong("READY")
+
+    def disconnected(self, connection: Connection) -> None: ...
 
 
 class Unencodable:
@@ -152,6 +256,19 @@ def test_a_turn_ends_with_its_keys_and_the_rest_is_served_in_the_next() -> None:
     assert dispatcher.serve(session, n_keys=20) == 2
     assert all(records.state(t).terminal for t in tickets)
     segment.close()
+
+
+def test_an_attach_whose_end_raises_is_hung_up_and_its_rank_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions, hung_up = Sessions.__new__(Sessions), []
+    sessions.registry = EngineRegistry(1 << 20, 8)
+    sessions._hang_up = hung_up.append
+    monkeypatch.setattr(Sessions, "_opened", lambda *_: 1 // 0)
+    attach = M.Attach(L.Role.SCHEDULER, "engine", 0, 1, ROOT, 64, 8, 8, 0)
+    opening = Opening(1, "its connection", attach, sessions.registry.claim(attach, 1), -1)  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError):
+        sessions._try_opened(opening, Future())
+    assert hung_up == ["its connection"]
+    assert sessions.registry.holder(attach) is None
 
 
 _HANGS_AT_THE_END = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import signal
@@ -19,6 +20,7 @@ from maru_shm import poolformat as F
 from maru_shm.errors import PoolBusy, PoolCorrupt, PoolError, PoolTooLarge, PoolVersionMismatch
 from maru_sidecar.pool import PoolFile, PoolSpec
 from maru_sidecar.pool_header import plan_regions
+from maru_sidecar.pool_lock import lock_path
 
 MiB = 1 << 20
 SIZE = 16 * MiB
@@ -113,7 +115,7 @@ def test_progress_is_told_while_the_file_is_sized(spec: PoolSpec) -> None:
 
 def test_a_pool_comes_from_a_memfd_and_outlives_its_first_user() -> None:
     fd = os.memfd_create("maru-test")
-    spec = PoolSpec(path="memfd", size=SIZE)
+    spec = PoolSpec(path=f"maru-test-pool-{os.getpid()}-memfd", size=SIZE)
     first = PoolFile.from_fd(fd, spec)
     first.bytes[MiB : MiB + 4] = b"kept"
     with pytest.raises(PoolBusy):
@@ -177,6 +179,49 @@ def test_a_second_opener_is_told_who_holds_the_pool(spec: PoolSpec) -> None:
     holder.kill()
     holder.communicate()
     PoolFile.open(spec).close(clean=True)
+
+
+@pytest.mark.parametrize("kind", [fcntl.LOCK_SH, fcntl.LOCK_EX])
+def test_a_client_that_locks_its_descriptor_keeps_no_successor_out(spec: PoolSpec, kind: int) -> None:
+    pool = PoolFile.open(spec)
+    client_fd = pool.open_readonly()
+    pool.close(clean=False)
+    fcntl.flock(client_fd, kind)
+    whole_file = struct.pack("@hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+    fcntl.fcntl(client_fd, fcntl.F_OFD_SETLK, whole_file)
+    successor = PoolFile.open(spec)
+    successor.lock_node("node")
+    with pytest.raises(PoolBusy):
+        PoolFile.open(spec)
+    successor.close(clean=True)
+    os.close(client_fd)
+
+
+def test_a_lock_that_was_cleaned_away_does_not_let_two_in(spec: PoolSpec) -> None:
+    pool = PoolFile.open(spec)
+    os.unlink(lock_path(spec.file_path))
+    with pytest.raises(PoolBusy, match=f"process {os.getpid()}"):
+        PoolFile.open(spec)
+    pool.close(clean=True)
+    PoolFile.open(spec).close(clean=True)
+
+
+def test_the_lock_is_for_those_who_may_write_the_pool(tmp_path: Path) -> None:
+    path = tmp_path / "pool"
+    for mode, wanted in ((0o640, 0o600), (0o660, 0o660)):
+        path.touch()
+        path.chmod(mode)
+        PoolFile.open(file_spec(path)).close(clean=True)
+        assert os.stat(lock_path(str(path))).st_mode & 0o777 == wanted
+        path.unlink()
+        os.unlink(lock_path(str(path)))
+
+
+def test_a_pool_that_is_refused_leaves_no_lock(tmp_path: Path) -> None:
+    (tmp_path / "letter").write_bytes(b"no pool")
+    with pytest.raises(PoolError):
+        PoolFile.open(file_spec(tmp_path / "letter"))
+    assert os.listdir(tmp_path) == ["letter"]
 
 
 def test_descriptors_handed_out_do_not_keep_the_lock(spec: PoolSpec) -> None:

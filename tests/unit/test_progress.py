@@ -31,7 +31,7 @@ class Sidecar:
 
 @pytest.fixture
 def pool() -> Iterator[PoolFile]:
-    path = Path(f"/dev/shm/maru-progress-{os.getpid()}")
+    path = Path(f"/dev/shm/maru-test-pool-{os.getpid()}-progress")
     opened = PoolFile.open(PoolSpec(path=str(path), size=8 << 20))
     yield opened
     opened.close(clean=True)

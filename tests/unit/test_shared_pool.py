@@ -15,7 +15,7 @@ from maru_shm.errors import ConfigError, PlatformUnsupported, PoolBusy, PoolErro
 from maru_sidecar import pool_admin
 from maru_sidecar.cli import cli
 from maru_sidecar.config import load_config
-from maru_sidecar.directory import Directory, Reservation
+from maru_sidecar.directory import Directory, Presence, Reservation
 from maru_sidecar.pool import PoolFile, PoolSpec
 from maru_sidecar.sharing import owner
 from maru_sidecar.sharing.rights import GrantedRegions
@@ -164,6 +164,47 @@ def test_only_granted_regions_are_written(path: str, pool: PoolFile) -> None:
     assert before[: 2 * REGION] == after[: 2 * REGION]
     assert before[3 * REGION :] == after[3 * REGION :]
     assert directory.lookup(NAMESPACE, KEY, world=1) == 1
+
+
+class Growing:
+    """``PoolEvents`` of a node that may have asked for a region."""
+
+    def __init__(self) -> None:
+        self.asked = True
+
+    def committed(self, namespace: bytes, key: bytes, rank: int, *, region: int, number: int, generation: int) -> None: ...
+
+    def removed(self, namespace: bytes, key: bytes, ranks: list[int]) -> None: ...
+
+    def low(self, stride: int) -> None: ...
+
+    def growing(self) -> bool:
+        return self.asked
+
+
+def test_a_store_waits_for_a_region_that_is_on_its_way_rather_than_evict(pool: PoolFile) -> None:
+    rights, events = GrantedRegions(0), Growing()
+    directory = Directory(pool, rights=rights, mine=(), events=events)
+    rights.add(1, Lease())
+    directory.shared.add(1)
+    stored = 0
+    while not isinstance(got := take(directory, stored), Presence):
+        got.commit(None)
+        stored += 1
+    assert got is Presence.PENDING
+    rights.add(2, Lease())
+    directory.shared.add(2)
+    reserve(directory, stored.to_bytes(16, "big")).commit(None)
+    assert all(directory.lookup(NAMESPACE, i.to_bytes(16, "big"), world=1) for i in range(stored + 1)), "none was evicted"
+    events.asked = False  # the server has no more
+    for i in range(stored + 1, 2 * stored + 1):
+        reserve(directory, i.to_bytes(16, "big")).commit(None)
+    assert directory.stats()["evicted_total"]
+
+
+def take(directory: Directory, number: int) -> Reservation | Presence:
+    key = number.to_bytes(16, "big")
+    return directory.reserve(NAMESPACE, key, parent=ROOT, rank=0, world=1, depth=0, tokens=64, nbytes=NBYTES)
 
 
 def test_a_slab_whose_region_was_lost_before_the_commit_is_never_published(pool: PoolFile) -> None:

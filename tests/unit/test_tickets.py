@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -101,6 +102,32 @@ def test_a_drain_ends_with_the_last_ticket_before_it_and_not_with_later_ones(pai
     assert nothing_before.answered
 
 
+def test_drains_end_in_order_whatever_the_order_of_answers(pair: Pair) -> None:
+    first = pair.open()
+    drains = []
+    for _ in range(2):
+        drain = pair.open(L.Op.DRAIN)
+        pair.table.drain(drain)
+        drains.append(drain)
+    second = pair.open()
+    last = pair.open(L.Op.DRAIN)
+    pair.table.drain(last)
+    second.finish(L.State.DONE)
+    assert not any(drain.answered for drain in (*drains, last))
+    first.finish(L.State.DONE)
+    assert all(drain.answered for drain in (*drains, last))
+
+
+def test_a_record_without_an_answer_cannot_carry_another_ticket(pair: Pair) -> None:
+    """Else one record would do for any number of open tickets, each with its keys in the daemon's memory."""
+    ticket = pair.open()
+    again = dataclasses.replace(ticket.request, ticket=ticket.request.ticket + (1 << L.TICKET_INDEX_BITS))
+    with pytest.raises(ProtocolViolation, match="without an answer"):
+        pair.table.open(again)
+    ticket.finish(L.State.DONE)
+    assert pair.table.open(again).finish(L.State.DONE)
+
+
 def test_a_closing_table_lets_no_copy_begin_and_tells_when_it_is_empty(pair: Pair) -> None:
     ticket, drain = pair.open(), pair.open(L.Op.DRAIN)
     pair.table.drain(drain)
@@ -113,6 +140,20 @@ def test_a_closing_table_lets_no_copy_begin_and_tells_when_it_is_empty(pair: Pai
     assert pair.emptied == 0
     assert ticket.withdraw()
     assert pair.client.reply(ticket.request.ticket).code is L.Code.ENGINE_GONE
+    assert pair.emptied == 1
+
+
+def test_a_ticket_is_given_up_unless_a_copy_for_it_runs(pair: Pair) -> None:
+    copying, waiting = pair.open(), pair.open()
+    assert copying.begin_copy()
+    pair.table.close()
+    assert not copying.give_up()
+    assert waiting.give_up()
+    assert pair.client.reply(waiting.request.ticket).code is L.Code.ENGINE_GONE
+    assert not waiting.begin_copy()
+    assert pair.client.state(copying.request.ticket) is L.State.ACCEPTED
+    copying.end_copy()
+    assert copying.withdraw()
     assert pair.emptied == 1
 
 

@@ -59,7 +59,7 @@ class AnnounceCounts:
 
 
 class Announcer:
-    """Implements ``directory.PoolEvents`` but for ``low``. ``wake``: have the main thread call :meth:`flush` soon."""
+    """``directory.PoolEvents`` but for ``low`` and ``growing``. ``wake``: have the main thread call :meth:`flush` soon."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake

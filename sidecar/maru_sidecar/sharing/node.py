@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -40,6 +41,9 @@ from maru_sidecar.sharing.rights import GrantedRegions
 from maru_sidecar.sharing.slabs import SharedSlabs, SlabReader
 
 log = logging.getLogger(__name__)
+
+#: A store waits this long for a region that was asked for: a grant takes about a millisecond where the server answers at all.
+GROWTH_S = 1.0
 
 CallSoon = Callable[[Callable[[], None]], None]
 
@@ -78,6 +82,7 @@ class Node:
             self.rights.add(lease.region, lease)
         self._woken = False  # a flush is on its way because the last empty region was taken
         self._asking = False
+        self._asked_s = 0.0  # when a region was wanted last
         self._stride = 0
         self._refusal = ""
         self._lost = 0
@@ -154,11 +159,11 @@ class Node:
     # --- growing --------------------------------------------------------------------------------------------------------------
     def _grow(self) -> None:
         """Keep empty regions in stock: a store that finds none has to evict."""
-        self._woken = False
-        if self._asking or self._directory.shared.n_free >= self._config.spare_regions:
-            return
-        self._asking = True
-        self.link.request_regions(1, self._granted, device=self._pool.uuid, slab_bytes=self._stride)
+        if not self._asking and self._directory.shared.n_free < self._config.spare_regions:
+            self._asking = True
+            self._asked_s = time.monotonic()
+            self.link.request_regions(1, self._granted, device=self._pool.uuid, slab_bytes=self._stride)
+        self._woken = False  # last: whoever looks sees one of the two
 
     def _granted(self, result: list[RegionLease] | MaruError) -> None:  # on the link's thread
         if isinstance(result, MaruError):
@@ -190,7 +195,13 @@ class Node:
         self._stride = stride
         if not self._woken and not self._asking:
             self._woken = True
+            self._asked_s = time.monotonic()
             self._call_soon(self.flush)
+
+    @property
+    def growing(self) -> bool:
+        """Whether a region was asked for a moment ago and neither granted nor refused."""
+        return (self._woken or self._asking) and time.monotonic() - self._asked_s < GROWTH_S
 
     def _slabs(self, lease: RegionLease) -> Iterator[Slabs]:
         """On the link's thread: what a region holds, for a full announcement."""
@@ -247,3 +258,6 @@ class _Events(Announcer):
 
     def low(self, stride: int) -> None:
         self._node.want_region(stride)
+
+    def growing(self) -> bool:
+        return self._node.growing
