@@ -21,7 +21,7 @@ from maru_connector.fence import HostFence, StepFence
 from maru_connector.link import LinkState, SidecarLink
 from maru_connector.log import get_logger
 from maru_connector.metadata import StepMetadata
-from maru_connector.options import Options, check_chunk, parse_options
+from maru_connector.options import Options, check_chunk, for_device, parse_options
 from maru_connector.overlap import LayerCopier, Overlap, distinct
 from maru_connector.overlap_host import HostCopier
 from maru_connector.overlap_policy import overlap_policy
@@ -60,7 +60,8 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         require_supported_platform()
-        self._options = parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._options = for_device(parse_options(extra), vllm_config.device_config.device_type)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._kv_caches: dict[str, Any] = {}

@@ -63,6 +63,7 @@ class SchedulerHalf:
         self._strangers: set[str] = set()  # live requests that cannot be cached
         pins = BlockPins(int(num_blocks * options.max_pinned_share), ranks)
         self._stores = StorePlanner(options.chunk_tokens, block_tokens, pins)
+        self._min_hit = max(1, options.min_hit_tokens or 0)
         self._max_parked = int(num_blocks * options.max_parked_share)
         self._parked = 0
         self._last_use = np.zeros(num_blocks, dtype=np.int64)  # block → last step that could write it
@@ -110,11 +111,11 @@ class SchedulerHalf:
             state.known_hits = -1  # asked again with what it generated, and part of that is stored by now
         size = self.options.chunk_tokens
         chunks = request.num_tokens // size
-        if num_computed % self._block_tokens or chunks * size - num_computed < max(1, self.options.min_hit_tokens):
+        if num_computed % self._block_tokens or chunks * size - num_computed < self._min_hit:
             self._drop_lookup(state)
             return _MISS
         if state.lookup is None:
-            if state.known_hits >= 0 and state.known_hits * size - num_computed < max(1, self.options.min_hit_tokens):
+            if state.known_hits >= 0 and state.known_hits * size - num_computed < self._min_hit:
                 return _MISS  # asked before, and the local cache still covers it
             session = self.link.poll()
             if session is None:
@@ -145,7 +146,7 @@ class SchedulerHalf:
             # A synchronous full hit trips an assertion in the scheduler: it must compute one token at least.
             end = min(end, (request.num_tokens - 1) // self._block_tokens * self._block_tokens)
         n = end - num_computed
-        if n < max(1, self.options.min_hit_tokens):
+        if n < self._min_hit:
             self._drop_lookup(state)
             return _MISS
         if state.slabs:

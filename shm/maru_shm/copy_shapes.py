@@ -335,7 +335,8 @@ class CopyPlanner:
         contiguous = (runs["host_step"] == p.piece) & (runs["id_step"] * np.uint64(p.block_stride) == p.piece)
         contiguous &= count * p.piece <= _FLAT_LIMIT
         wide = np.where(count * p.piece >= _SHORT, _FLAT_US, _SHORT_US)
-        plane_us = p.count * np.where(contiguous, wide, _PITCHED_US)
+        far = np.where(runs["host_step"] == p.slab_step, 0.0, _FAR_US)
+        plane_us = p.count * np.where(contiguous, wide, _PITCHED_US + count * far)
         single_us = p.count * count * _flat_us(kind.piece)
         block_us = count * (_PITCHED_US + p.count * _FAR_US) if shape.block is not None else np.full(len(runs), np.inf)
         as_blocks = (block_us < plane_us) & (block_us < single_us)

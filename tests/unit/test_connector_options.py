@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from maru_connector.options import check_chunk, parse_options
+from maru_connector.options import MIN_HIT_TOKENS, check_chunk, for_device, parse_options
 from maru_shm.errors import ConfigError
 
 
@@ -12,6 +12,12 @@ def test_nothing_set_gives_the_documented_defaults() -> None:
     options = parse_options(None)
     assert (options.chunk_tokens, options.deferred_load, options.write_behind) == (256, True, True)
     assert options.layerwise_overlap is False
+
+
+def test_what_a_load_is_worth_parking_for_depends_on_the_device_unless_it_is_said() -> None:
+    assert for_device(parse_options({}), "cpu").min_hit_tokens == 0
+    assert for_device(parse_options({}), "cuda").min_hit_tokens == MIN_HIT_TOKENS
+    assert for_device(parse_options({"maru.min_hit_tokens": 5}), "cuda").min_hit_tokens == 5
 
 
 def test_the_socket_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

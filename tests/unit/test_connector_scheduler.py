@@ -185,6 +185,17 @@ def test_what_is_local_already_gives_the_lease_back(world: World, local: int) ->
     assert world.no_lease_is_left()
 
 
+@pytest.mark.parametrize(("minimum", "claimed"), [(17, 0), (16, 16)])
+def test_a_remainder_that_is_not_worth_parking_for_is_computed(world: World, minimum: int, claimed: int) -> None:
+    world.half.shutdown()
+    world.open(min_hit_tokens=minimum)
+    one = request(192)  # whole chunks: vLLM's own cache stops one block short of the end
+    world.half.on_new_request(one)
+    assert world.ask(one, 176) == (claimed, claimed > 0)
+    if not claimed:
+        assert world.no_lease_is_left()
+
+
 def test_an_allocation_without_external_tokens_gives_the_lease_back(world: World) -> None:
     one = request(200)
     world.half.on_new_request(one)

@@ -167,6 +167,18 @@ def test_layers_in_allocations_of_their_own_are_copied_one_by_one() -> None:
     assert copies_for("one-allocation-per-layer", "falling") == 64 * 6
 
 
+def test_short_pieces_of_one_buffer_are_copied_by_block_unless_columns_are_long() -> None:
+    pieces = [PlacedPlane(0, (1 << 40) + (i << 30), i * 16384, 16384, 16384) for i in range(32)]
+    planner = CopyPlanner(pieces, MAX_PITCH)
+
+    def planned(chunks: int) -> int:
+        slabs = (np.arange(chunks)[::-1] * 16 * 32 * 16384 + 4096).astype(np.uint64)
+        return len(planner.plan(slabs, np.arange(16 * chunks, dtype=np.int32)[::-1].reshape(chunks, 16)))
+
+    assert planned(8) == 8 * 16  # 32 GB/s; columns of eight made 25 (H200)
+    assert planned(64) == 16 * 32
+
+
 def test_falling_slabs_take_falling_blocks_in_columns_and_rising_ones_in_rows() -> None:
     columns = copies_for("one-allocation-per-layer", "falling", chunks=8, per_chunk=4, falling_slabs=True)
     rows = copies_for("one-allocation-per-layer", "consecutive", chunks=8, per_chunk=4, falling_slabs=True)
