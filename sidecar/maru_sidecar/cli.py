@@ -64,7 +64,7 @@ def cli() -> None:
 # --- the daemon -----------------------------------------------------------------------------------------------------------
 #: flag, dotted configuration key, help. Values are checked where the file's and the environment's are: in load_config.
 RUN_FLAGS = (
-    ("--pool-backend", "pool.backend", "Where the pool lies: shm or file."),
+    ("--pool-backend", "pool.backend", "Where the pool lies: shm, file or devdax."),
     ("--pool-path", "pool.path", "Pool file or device."),
     ("--pool-size", "pool.size", "Pool size, e.g. 64GiB."),
     ("--numa-node", "pool.numa_node", "NUMA node the pool's memory comes from."),

@@ -23,7 +23,9 @@ from dataclasses import asdict, dataclass, field
 
 from maru_shm.atomics import require_supported_platform
 from maru_shm.errors import MaruError, PlatformUnsupported
+from maru_sidecar import devdax
 from maru_sidecar.output import human_bytes
+from maru_sidecar.pool_header import medium_bytes
 from maru_sidecar.stale import Liveness, survey_segments
 
 MIN_KERNEL = (5, 14)  #: MADV_POPULATE_WRITE; pidfd_open is older (5.3)
@@ -79,6 +81,9 @@ def examine(host: Host) -> list[Finding]:
 # --- memory -----------------------------------------------------------------------------------------------------------------
 def check_pool_space(host: Host) -> Iterator[Finding]:
     """Does the configured pool fit where it is to lie? Memory already allocated to it counts."""
+    if devdax.is_device(host.pool_path):
+        yield _check_device(host.pool_path)
+        return
     directory = os.path.dirname(host.pool_path)
     try:
         fs = os.statvfs(directory)
@@ -103,6 +108,17 @@ def check_pool_space(host: Host) -> Iterator[Finding]:
     if host.pool_backend == "shm" and (available := _meminfo(host, "MemAvailable")) is not None and need > available:
         what = f"{human_bytes(available)} of memory are available, the pool wants {human_bytes(need)} more"
         yield Finding("memory", Verdict.BAD, what, "lower pool.size, or free memory: the kernel would kill processes instead")
+
+
+def _check_device(path: str) -> Finding:
+    try:
+        fd = devdax.open_device(path, os.O_RDONLY)
+    except MaruError as e:
+        return Finding("pool space", Verdict.BAD, e.what, e.remedy)
+    try:
+        return Finding("pool space", Verdict.OK, f"{path} is a DAX device of {human_bytes(medium_bytes(fd))}")
+    finally:
+        os.close(fd)
 
 
 def _meminfo(host: Host, field: str) -> int | None:

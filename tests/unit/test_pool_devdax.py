@@ -18,9 +18,10 @@ from tests.support.dax_device import KINDS, DaxUnderTest, MiB, StandIn, dax_devi
 
 from maru_shm import poolformat as F
 from maru_shm.errors import PoolBusy, PoolCorrupt, PoolError, PoolTooLarge
-from maru_sidecar import devdax, pool_admin
+from maru_sidecar import devdax, doctor, pool_admin
 from maru_sidecar.cli import cli
 from maru_sidecar.directory import Directory, Reservation
+from maru_sidecar.output import human_bytes
 from maru_sidecar.pool import PoolFile, PoolSpec
 from maru_sidecar.pool_header import read_header, write_header
 from maru_sidecar.pool_lock import flock
@@ -364,3 +365,18 @@ def test_a_device_that_shrank_or_maps_larger_units_than_its_regions_is_refused(s
     stand_in.tell("align", str(4 * MiB))
     with pytest.raises(PoolCorrupt, match="maps multiples of 4194304"):
         PoolFile.open(own(stand_in))
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------------
+def test_doctor_measures_the_device_and_not_the_filesystem_of_its_node(device: DaxUnderTest) -> None:
+    host = doctor.Host(device.path, 1 << 60, "/nonexistent", pool_backend="devdax")
+    [finding] = doctor.check_pool_space(host)
+    assert finding.verdict is doctor.Verdict.OK
+    assert f"a DAX device of {human_bytes(device.size)}" in finding.what
+
+
+def test_doctor_names_what_is_wrong_with_a_device(stand_in: StandIn) -> None:
+    [finding] = doctor.check_pool_space(doctor.Host("/dev/null", 1 << 30, "/nonexistent"))
+    assert finding.verdict is doctor.Verdict.BAD
+    assert "/dev/null" in finding.what
+    assert finding.remedy
