@@ -258,6 +258,8 @@ class SidecarLink:
             self._once.warning("failed " + why, "maru: cannot attach to the sidecar at %s: %s.", self.path, why)
         if self.state is not LinkState.CLOSED:
             self._back_off(time.monotonic())
+            if session is not None:  # an idle engine notices when a request comes: a successor may be long there
+                self._next_try = 0.0
 
     def _settle_lost(self) -> None:
         for session in self._lost:

@@ -236,6 +236,17 @@ def test_a_new_generation_is_a_new_session_and_the_old_one_is_settled_apart(worl
     assert not world.link.has_lost_sessions
 
 
+def test_an_engine_that_idled_through_a_restart_begins_to_attach_with_its_first_look(world: World) -> None:
+    first_peer = world.peer()
+    world.session()
+    first_peer.close(unlink=False)
+    world.peer(done, generation=2)
+    assert world.link.poll() is None  # it is found to be gone only now
+    world.link.poll()
+    assert world.link.attaching_for() < 60  # so that a scheduler waits a moment rather than miss
+    assert world.session().generation == 2
+
+
 def test_a_process_is_gone_when_its_pidfd_says_so() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     process = SidecarProcess(child.pid)
