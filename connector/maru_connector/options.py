@@ -1,7 +1,8 @@
 """What a user may set in ``kv_connector_extra_config``, parsed and checked once.
 
 Keys are ``maru.<field>``, e.g. ``{"maru.socket": "/run/maru/control.sock", "maru.chunk_tokens": 256}``. A ``maru.*`` key that
-is not a field is a :class:`~maru_shm.errors.ConfigError` that names the nearest one; other keys are somebody else's.
+is not a field, and a ``maru_*`` key that is none of the names below, is a :class:`~maru_shm.errors.ConfigError` that names the
+nearest one; other keys are somebody else's.
 
 The names of the in-engine connector this project descends from still work as aliases:
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
@@ -57,7 +59,7 @@ class Options:
     lookup_spin_us: float = (
         400.0  #: how long a step looks at an answer before it asks again next step: waking takes up to 330 µs
     )
-    lookup_patience_ms: float = 50.0  #: an answer later than this is a miss
+    lookup_patience_ms: float = 200.0  #: an answer later than this is a miss
     attach_patience_ms: float = 1000.0  #: how long requests wait for an attachment that has begun, e.g. after a restart
     load_timeout_s: float = 30.0  #: a load that takes longer is cancelled and recomputed
     store_timeout_s: float = 60.0  #: a store that takes longer is abandoned
@@ -75,6 +77,7 @@ _TYPES: dict[str, type] = {
     "load_timeout_s": float, "store_timeout_s": float,
     "attach_timeout_s": float, "max_records": int, "min_hit_tokens": int, "max_parked_share": float, "max_pinned_share": float,
 }  # fmt: skip
+_OURS = ("maru.", "maru_")  #: whoever else reads the same dictionary has other prefixes
 _POSITIVE = ("chunk_tokens", "max_records", "load_timeout_s", "store_timeout_s")
 _SHARES = ("max_parked_share", "max_pinned_share")
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -88,21 +91,28 @@ def parse_options(extra: Mapping[str, object] | None) -> Options:
         if key in SIDECAR_OWNED:
             ignored.append(key)
             continue
-        name = ALIASES.get(key) or (key.removeprefix(PREFIX) if key.startswith(PREFIX) else "")
-        if not name:
+        if not key.startswith(_OURS):
             continue
+        name = ALIASES.get(key) or (key.removeprefix(PREFIX) if key.startswith(PREFIX) else "")
         if name not in _TYPES:
-            near = difflib.get_close_matches(name, _TYPES, n=1)
-            raise ConfigError(
-                f"kv_connector_extra_config has no option {key!r}",
-                f"did you mean {PREFIX}{near[0]}?" if near else f"options: {', '.join(PREFIX + n for n in _TYPES)}",
-            )
+            raise ConfigError(f"kv_connector_extra_config has no option {key!r}", _nearest(key))
         if name in values:
             raise ConfigError(f"kv_connector_extra_config sets {PREFIX}{name} twice ({key!r} is an alias)", "keep one of them")
         values[name] = _convert(key, raw, _TYPES[name])
     options = Options(**values, ignored=tuple(ignored))  # type: ignore[arg-type]
     _check(options)
     return options
+
+
+def _nearest(key: str) -> str:
+    """The option that an unknown key was meant to be: by whole names first, then by what follows the prefix."""
+    known = [*(PREFIX + name for name in _TYPES), *ALIASES, *SIDECAR_OWNED]
+    bare = {name.partition("maru")[2][1:]: name for name in reversed(known)}
+    if near := difflib.get_close_matches(key, known, n=1, cutoff=0.8):
+        return f"did you mean {near[0]}?"
+    if near := difflib.get_close_matches(key.partition("maru")[2][1:], bare, n=1):
+        return f"did you mean {bare[near[0]]}?"
+    return f"options: {', '.join(PREFIX + name for name in _TYPES)}"
 
 
 def _convert(key: str, raw: object, kind: type) -> object:
@@ -125,6 +135,8 @@ def _convert(key: str, raw: object, kind: type) -> object:
 
 
 def _check(options: Options) -> None:
+    if not os.path.isabs(options.socket):  # relative, it names another socket in each process's working directory
+        raise ConfigError(f"{PREFIX}socket is {options.socket!r}", "expected an absolute path")
     for f in fields(options):
         value = getattr(options, f.name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):

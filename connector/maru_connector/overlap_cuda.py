@@ -77,8 +77,8 @@ class CudaCopier:
     def adopt(self, view: PoolView) -> None:
         """Page-lock it on a thread; :meth:`usable` afterwards."""
         thread = threading.Thread(target=self._adopt, args=(view,), name="maru-lock", daemon=True)
+        thread.start()  # before anybody may join it
         self._threads.append(thread)
-        thread.start()
 
     def usable(self, view: PoolView) -> bool:
         return view.address in self._usable and not self._refused

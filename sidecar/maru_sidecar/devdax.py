@@ -8,9 +8,10 @@ What differs from a file, and what follows from it:
   ``pool.size`` is not used.
 - It cannot be flushed to its medium from here, so a pool on it is never marked clean: after a reboot only what a checksum
   vouches for is kept.
-- The lock is an flock on the device node. The kernel keeps it by the node's inode and the driver never sees it, so it works
-  as on a file, and nobody without rights on the device can take it (unlike one on its sysfs entry) or remove it (unlike a
-  lock file). Containers must be given the host's node by a bind mount: a node made with mknod has a lock of its own.
+- The lock is a write lock on a byte of the device node (``pool_lock.py``). The kernel keeps it by the node's inode and the
+  driver never sees it, so it works as on a file, and nobody without rights on the device can take it (unlike one on its sysfs
+  entry) or remove it (unlike a lock file). Containers must be given the host's node by a bind mount: a node made with mknod
+  has a lock of its own.
 - In system-ram mode the node stays, and opening it fails with ENXIO: sysfs is asked first, to name the reason.
 """
 

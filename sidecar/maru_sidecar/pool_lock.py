@@ -1,28 +1,36 @@
-"""Who has a pool: a lock on a file beside it, which nobody can hold who was only given a descriptor of the pool.
+"""Who has a pool: a lock on a file beside it, and one on the pool itself.
 
 Every client gets a read-only descriptor of the pool, and the kernel's file locks do not ask how a file was opened (flock) or
-let readers take read locks (fcntl): a client could keep a dead sidecar's successor from starting. So the lock is on
+let readers take read locks (fcntl): a client could keep a dead sidecar's successor from starting. So there is a flock on
 ``<pool>.lock``, which only those may open who may write the pool. It is empty and stays when the pool is closed, so that nobody
-else can put a file in its place meanwhile.
+else can put a file in its place meanwhile. A device has none: its directory is the kernel's.
 
-The pool itself is flocked as well, and that must succeed where the lock's file has just been made: another sidecar may be an
-older release, or see the pool in another directory (a container with a bind mount of the file alone).
-
-A device has no lock beside it: its directory is the kernel's. There the lock on the node decides, and a client that holds one
-keeps a successor out.
+That file is a matter of names, and one pool may have two (a hard link, a bind mount of the file alone), or lose its lock's
+file. So whoever has the pool also holds a *write* lock on a byte far behind its end, which takes a descriptor open for
+writing. Asking for a read lock conflicts with those alone, whatever clients hold. Should a client's read lock keep the byte
+itself from being taken, the file beside the pool decides alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 import stat
+import struct
 from types import TracebackType
 
 from maru_shm.errors import PoolBusy, PoolError
+from maru_sidecar.pool_header import refuse_place
 
+FLOCK = struct.Struct("@hhqqi4x")  #: C's struct flock: type, whence, start, length, pid
+_OWNER = 1 << 61
+_SHARERS, _MOST_SHARERS = _OWNER + 1, 1024
 _WRITABLE = ((stat.S_IWUSR, 0o600), (stat.S_IWGRP, 0o060), (stat.S_IWOTH, 0o006))
+
+log = logging.getLogger(__name__)
 
 
 def lock_path(pool: str) -> str:
@@ -34,17 +42,22 @@ def lock_path(pool: str) -> str:
 class PoolLock:
     """The lock of one pool, held until :meth:`close`, or the end of a ``with`` unless :meth:`keep` was called."""
 
-    def __init__(self, path: str, mode: int, kind: int = fcntl.LOCK_EX) -> None:
+    def __init__(self, path: str, mode: int, kind: int = fcntl.LOCK_EX, *, beside: bool = True) -> None:
         """Lock the pool at ``path`` (there or not), ``kind`` LOCK_EX or LOCK_SH; ``mode`` is that of a pool to be made.
+        ``beside`` False, on a device: nothing is locked before :meth:`confirm`.
 
-        Raises :class:`PoolBusy` naming the holder, :class:`PoolError` if the lock's file cannot be had.
+        Raises :class:`PoolBusy` naming the holders, :class:`PoolError` if no pool can lie there or the lock's file cannot be
+        had.
         """
         self._path = path
         self._kind = kind
         self._kept = False
-        self.fd = -1  #: open for writing
+        self._fresh = False
+        self._inside = -1  #: a descriptor of the pool whose open file holds the lock inside
+        self.fd = -1  #: of the lock's file, open for writing
+        refuse_place(path)
         at = lock_path(path)
-        while self.fd < 0:
+        while beside and self.fd < 0:
             fd, self._fresh = _open(at, path, mode)
             try:
                 flock(fd, path, kind)
@@ -55,12 +68,12 @@ class PoolLock:
                     os.close(fd)
 
     def confirm(self, pool_fd: int) -> None:
-        """Lock the pool itself too, as far as that is possible. Raises :class:`PoolBusy` where it has to be."""
-        try:
-            flock(pool_fd, self._path, self._kind)
-        except PoolBusy:
-            if self._fresh:
-                raise
+        """Lock the pool itself too. Raises :class:`PoolBusy` if another process has it, by whatever name."""
+        self._leave()
+        self._inside = os.open(f"/proc/self/fd/{pool_fd}", os.O_RDWR | os.O_CLOEXEC)  # an open file of its own
+        _lock_inside(self._inside, self._path, self._kind)
+        with contextlib.suppress(OSError):  # for its pid, which /proc/locks shows of a flock alone
+            fcntl.flock(self._inside, self._kind | fcntl.LOCK_NB)
 
     def keep(self) -> PoolLock:
         self._kept = True
@@ -68,9 +81,15 @@ class PoolLock:
 
     def close(self) -> None:
         """Idempotent."""
+        self._leave()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def _leave(self) -> None:
+        if self._inside >= 0:
+            os.close(self._inside)
+            self._inside = -1
 
     def __enter__(self) -> PoolLock:
         return self
@@ -89,13 +108,53 @@ class PoolLock:
 
 
 def flock(fd: int, name: str, kind: int) -> None:
-    """Take a lock on an open file. Raises :class:`PoolBusy` naming the holder."""
+    """Take a lock on an open file. Raises :class:`PoolBusy` naming its holders."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise PoolBusy(f"pool {name} is held by {_holder(fd)}", "stop it, or give this sidecar another pool") from None
+        who, several = _holders(fd)
+        remedy = f"stop {'them' if several else 'it'}, or name another pool"
+        raise PoolBusy(f"pool {name} is held by {who}", remedy) from None
     except OSError as e:
         raise PoolError(f"lock of pool {name}: {e.strerror}", "the filesystem must support file locks") from e
+
+
+def _lock_inside(fd: int, name: str, kind: int) -> None:
+    """One byte for whoever has the pool to itself, or any free one of the sharers'."""
+    if kind == fcntl.LOCK_EX:
+        _refuse_writers(fd, name, _OWNER, 1 + _MOST_SHARERS)
+        if not _take_byte(fd, name, _OWNER):
+            _refuse_writers(fd, name, _OWNER, 1)  # somebody was faster
+            log.warning("pool %s: a client's lock keeps this process from locking the pool itself", name)
+        _refuse_writers(fd, name, _SHARERS, _MOST_SHARERS)  # who came between
+    else:
+        _refuse_writers(fd, name, _OWNER, 1)
+        if not any(_take_byte(fd, name, at) for at in range(_SHARERS, _SHARERS + _MOST_SHARERS)):
+            log.warning("pool %s: every byte that its users lock is taken", name)
+        _refuse_writers(fd, name, _OWNER, 1)
+
+
+def _take_byte(fd: int, name: str, at: int) -> bool:
+    """Write-lock a byte; False if any lock is in the way."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0))
+    except OSError as e:
+        if e.errno not in (errno.EAGAIN, errno.EACCES):
+            raise PoolError(f"lock of pool {name}: {e.strerror}", "the filesystem must support file locks") from e
+        return False
+    return True
+
+
+def _refuse_writers(fd: int, name: str, at: int, n: int) -> None:
+    """Raise :class:`PoolBusy` if another open file holds a write lock there."""
+    asked = FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, at, n, 0)
+    try:
+        kind, *_ = FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
+    except OSError as e:
+        raise PoolError(f"lock of pool {name}: {e.strerror}", "the filesystem must support file locks") from e
+    if kind != fcntl.F_UNLCK:
+        who, several = _holders(fd)
+        raise PoolBusy(f"pool {name} is held by {who}", f"stop {'them' if several else 'it'}, or name another pool")
 
 
 def is_at(fd: int, path: str) -> bool:
@@ -138,13 +197,18 @@ def _open(at: str, pool: str, mode: int) -> tuple[int, bool]:
     return fd, False
 
 
-def _holder(fd: int) -> str:
-    """Who holds the flock, as ``/proc/locks`` tells it."""
+def _holders(fd: int) -> tuple[str, bool]:
+    """Who holds the flock, as ``/proc/locks`` tells it, and whether that is more than one (a shared pool has many)."""
     info = os.fstat(fd)
     wanted = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+    pids = set()
     with open("/proc/locks", encoding="ascii") as locks:
         for line in locks:
             fields = line.split()
-            if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == wanted and int(fields[4]) > 0:
-                return f"process {fields[4]}"
-    return "another process (its pid is not visible from here)"
+            if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == wanted:
+                pids.add(max(0, int(fields[4])))
+    seen = [str(pid) for pid in sorted(pids) if pid]
+    if not seen:
+        return "another process (its pid is not visible from here)", False
+    unseen = " and others whose pids are not visible from here" if 0 in pids else ""
+    return f"process{'es' if len(seen) > 1 else ''} {', '.join(seen)}{unseen}", len(seen) > 1 or bool(unseen)

@@ -12,6 +12,7 @@ import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.support.client import ROOT
@@ -33,6 +34,7 @@ from maru_sidecar.descriptors import close_later
 from maru_sidecar.dispatch import Dispatcher
 from maru_sidecar.engines import EngineRegistry
 from maru_sidecar.poller import Poller
+from maru_sidecar.service import ControlService
 from maru_sidecar.sessions import Session, Sessions
 from maru_sidecar.tickets import Counters, TicketTable
 
@@ -292,3 +294,33 @@ def test_a_process_whose_copies_hang_ends_all_the_same(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, timeout=30, check=False)
     assert ended.returncode == 1, ended.stderr
     assert b"threads hang" in ended.stderr
+
+
+def test_an_attach_that_came_before_the_pool_and_fails_costs_its_own_connection() -> None:
+    """Descriptors may have run out meanwhile."""
+    seen: list[tuple[str, object]] = []
+
+    class Attaching:
+        live: dict[int, Session] = {}
+
+        def attach(self, connection: object, message: object, fds: list[int]) -> None:
+            seen.append(("attach", connection))
+            if connection is first:
+                raise OSError(24, "Too many open files")
+
+    first, second = SimpleNamespace(hung_up=False), SimpleNamespace(hung_up=False)
+    host = SimpleNamespace(state=L.SidecarState.STARTING, sessions=None, directory=None)
+    poller = Poller()
+    try:
+        service = ControlService(host, poller)  # type: ignore[arg-type]
+        service.server = SimpleNamespace(  # type: ignore[assignment]
+            defer=lambda connection: None, close_connection=lambda connection: seen.append(("closed", connection))
+        )
+        message = M.Attach(L.Role.SCHEDULER, "e", 0, 1, ROOT, 64, 32, 256, 1024)
+        for connection in (first, second):
+            service.request(connection, message, [])  # type: ignore[arg-type]
+        host.sessions = Attaching()
+        service.pool_ready()
+    finally:
+        poller.close()
+    assert seen == [("attach", first), ("closed", first), ("attach", second)]

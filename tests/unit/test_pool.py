@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from maru_shm import poolformat as F
@@ -195,6 +196,31 @@ def test_a_client_that_locks_its_descriptor_keeps_no_successor_out(spec: PoolSpe
         PoolFile.open(spec)
     successor.close(clean=True)
     os.close(client_fd)
+
+
+def test_one_pool_under_two_names_is_not_had_twice(spec: PoolSpec) -> None:
+    other = msgspec.structs.replace(spec, path=spec.path + "-b")
+    PoolFile.open(spec).close(clean=True)
+    os.link(spec.file_path, other.file_path)
+    try:
+        PoolFile.open(other).close(clean=True)  # each name has its lock's file now
+        pool = PoolFile.open(spec)
+        with pytest.raises(PoolBusy, match=f"process {os.getpid()}"):
+            PoolFile.open(other)
+        pool.close(clean=True)
+        PoolFile.open(other).close(clean=True)
+    finally:
+        os.unlink(other.file_path)
+        os.unlink(lock_path(other.file_path))
+
+
+def test_a_lock_whose_file_was_replaced_does_not_let_two_in(spec: PoolSpec) -> None:
+    pool = PoolFile.open(spec)
+    os.unlink(lock_path(spec.file_path))
+    os.close(os.open(lock_path(spec.file_path), os.O_CREAT | os.O_EXCL, 0o600))
+    with pytest.raises(PoolBusy):
+        PoolFile.open(spec)
+    pool.close(clean=True)
 
 
 def test_a_lock_that_was_cleaned_away_does_not_let_two_in(spec: PoolSpec) -> None:

@@ -24,7 +24,7 @@ from maru_sidecar.directory import Directory, Reservation
 from maru_sidecar.output import human_bytes
 from maru_sidecar.pool import PoolFile, PoolSpec
 from maru_sidecar.pool_header import read_header, write_header
-from maru_sidecar.pool_lock import flock
+from maru_sidecar.pool_lock import FLOCK
 from maru_sidecar.prefault import Prefault, PrefaultState
 
 NAMESPACE, KEY, ROOT = b"n" * 16, b"k" * 16, b"r" * 16
@@ -288,14 +288,28 @@ def test_another_character_device_is_refused(path: str, backend: str) -> None:
         pool_admin.inspect(path)
 
 
-def test_the_kernel_keeps_both_kinds_of_lock_on_a_character_device() -> None:
-    one, two = os.open("/dev/zero", os.O_RDWR), os.open("/dev/zero", os.O_RDWR)
-    flock(one, "/dev/zero", fcntl.LOCK_EX)
-    with pytest.raises(PoolBusy, match=f"process {os.getpid()}"):
-        flock(two, "/dev/zero", fcntl.LOCK_SH)
+def test_the_kernel_keeps_write_locks_on_a_character_device_apart_from_read_locks() -> None:
+    one, two, client = (os.open("/dev/zero", mode) for mode in (os.O_RDWR, os.O_RDWR, os.O_RDONLY))
+    whole = FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+    fcntl.fcntl(client, fcntl.F_OFD_SETLK, whole)
+    assert FLOCK.unpack(fcntl.fcntl(two, fcntl.F_OFD_GETLK, whole))[0] == fcntl.F_UNLCK
+    os.close(client)
+    fcntl.fcntl(one, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 1 << 61, 1, 0))
+    assert FLOCK.unpack(fcntl.fcntl(two, fcntl.F_OFD_GETLK, whole))[0] == fcntl.F_WRLCK
     os.close(one)
-    flock(two, "/dev/zero", fcntl.LOCK_SH)
     os.close(two)
+
+
+def test_no_lock_of_a_client_keeps_a_successor_off_a_device(device: DaxUnderTest) -> None:
+    pool_admin.initialise(device.path, 0, own=True)
+    pool = PoolFile.open(own(device))
+    client = pool.open_readonly()
+    pool.close(clean=False)
+    fcntl.flock(client, fcntl.LOCK_EX)
+    fcntl.fcntl(client, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+    successor = PoolFile.open(own(device))
+    successor.close(clean=False)
+    os.close(client)
 
 
 def test_a_file_is_no_device_and_is_told_so(tmp_path: Path) -> None:
