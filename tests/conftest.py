@@ -26,7 +26,7 @@ def _orphans() -> set[str]:
             continue
         owner, started = segment.info.sidecar_pid, segment.info.sidecar_start
         segment.close()
-        if segments.process_start_time(owner) != started:
+        if not segments.process_runs(owner, started):
             found.add(name)
     return found
 

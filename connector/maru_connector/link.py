@@ -28,7 +28,7 @@ from maru_connector.session import Session, SidecarProcess
 from maru_shm import control
 from maru_shm import messages as M
 from maru_shm import segment as segments
-from maru_shm.errors import MaruError, ProtocolViolation, SidecarUnavailable
+from maru_shm.errors import MaruError, ProtocolViolation, SegmentError, SidecarUnavailable
 
 logger = get_logger("maru_connector")
 
@@ -299,7 +299,8 @@ class SidecarLink:
                 self._lost_names.add(old.segment.info.name)
             old.close()
         for name in self._lost_names:  # nobody may be left to do it; a sidecar that is takes no harm
-            segments.unlink(name)
+            with contextlib.suppress(SegmentError):  # another user's: its next sidecar removes it
+                segments.unlink(name)
         self._lost = []
         self.session = None
 

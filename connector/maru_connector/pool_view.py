@@ -55,13 +55,19 @@ class PoolView:
         return True
 
     def intact(self, slabs: npt.NDArray[np.uint64], nbytes: int) -> bool:
-        """Whether the bytes of every slab that carries a checksum match it: one pass over them, about 10 GB/s."""
+        """Whether every slab has a sound header, and bytes that match its checksum if it carries one: one pass over them, about
+        10 GB/s.
+        """
         for offset in slabs[:, 0].tolist():
             at = self._word_indices(offset // self._region_bytes, np.array([offset], np.int64))
             if at is None:
                 return False
             start = int(at[0]) * 8
-            [header] = self._bytes[start : start + P.SLAB_HEADER_BYTES].view(P.SLAB_HEADER)
+            packed = self._bytes[start : start + P.SLAB_HEADER_BYTES].tobytes()
+            [header] = np.frombuffer(packed, P.SLAB_HEADER)
+            sound = header["magic"] == P.SLAB_MAGIC and P.slab_crc_matches(packed) and header["data_bytes"] == nbytes
+            if not sound:
+                return False
             if header["flags"] & P.FLAG_CHECKSUM and header["checksum"] != xxhash.xxh3_64_intdigest(
                 self._bytes[offset : offset + nbytes].data
             ):

@@ -223,7 +223,7 @@ class SchedulerHalf:
         self._stats.add(lookups_unanswered=1)
         self._once.warning(
             "unanswered",
-            "maru: a lookup was not answered within %.0f ms; it counts as a miss (maru.lookup_patience_ms; is the host overloaded?).",
+            "maru: a lookup was not answered within %.0f ms (maru.lookup_patience_ms): a miss; is the host overloaded?",
             self.options.lookup_patience_ms,
         )
         return _MISS

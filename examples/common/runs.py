@@ -157,7 +157,7 @@ def check(rows: list[Row]) -> None:
 
 def check_nothing_left(sidecar_pid: int, engine_pids: Sequence[int]) -> None:
     """No process, no shared-memory segment."""
-    alive = [pid for pid in (sidecar_pid, *engine_pids) if os.path.exists(f"/proc/{pid}")]
+    alive = [pid for pid in (sidecar_pid, *engine_pids) if segments.process_runs(pid)]
     if alive:
         raise DemoFailed(f"processes left behind: {alive}")
     for name, *_ in segments.list_names():

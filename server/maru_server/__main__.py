@@ -1,5 +1,5 @@
 """``python -m maru_server``."""
 
-from maru_server.cli import main
+from maru_server.entry import main
 
-main(prog_name="maru-server")
+main()

@@ -17,7 +17,7 @@ BATCH = 4096  #: keys in one announcement: 128 KiB, so that a heartbeat behind i
 
 class Slabs(NamedTuple):
     """Committed slabs of one region and one table. ``slabs``: shape (n,) uint32 index in the region; ``generations``: shape
-    (n,) uint64.
+    (n,) uint64; ``slab_bytes``: bytes from slab to slab in that region, for usage (0: not known).
     """
 
     namespace: bytes
@@ -25,6 +25,7 @@ class Slabs(NamedTuple):
     keys: bytes  #: n × 16
     slabs: npt.NDArray[np.uint32]
     generations: npt.NDArray[np.uint64]
+    slab_bytes: int = 0
 
 
 #: Gives the committed slabs of a region as they are now; called on the link's thread after the directory was made anew.
@@ -42,7 +43,7 @@ def batches(s: Slabs) -> Iterator[Slabs]:
     """``s`` in pieces of at most :data:`BATCH` keys."""
     for i in range(0, len(s.slabs), BATCH):
         j = i + BATCH
-        yield Slabs(s.namespace, s.rank, s.keys[i * KEY_BYTES : j * KEY_BYTES], s.slabs[i:j], s.generations[i:j])
+        yield s._replace(keys=s.keys[i * KEY_BYTES : j * KEY_BYTES], slabs=s.slabs[i:j], generations=s.generations[i:j])
 
 
 def announcements(regions: Iterable[RegionLease], source: SlabSource) -> Iterator[tuple[RegionLease, Slabs]]:

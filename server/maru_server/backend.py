@@ -40,7 +40,7 @@ class Backend(Protocol):
     def claim(self, member: str, m: P.ClaimRegions) -> list[P.ClaimResult]: ...
 
     # directory
-    def register(self, member: str, table: Table, keys: Keys, places: bytes) -> tuple[bytes, bytes]:
+    def register(self, member: str, table: Table, keys: Keys, places: bytes, slab_bytes: int) -> tuple[bytes, bytes]:
         """``(codes, winners' places)``; first writer wins. The same place again, or the same slab with a newer generation that
         nobody pins, is REGISTERED."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import logging
 import os
@@ -18,6 +19,8 @@ from maru_server.backend import Backend
 from maru_server.client import DirectoryClient
 from maru_server.cluster_state import Settings
 from maru_server.connection import DEFAULT_ENDPOINT, default_endpoint
+from maru_server.errors import ServerRefused, ServerUnavailable
+from maru_server.extra import REMEDY, is_missing
 from maru_server.memory import MemoryBackend
 from maru_server.render import Format, Row, render, rows_of
 from maru_server.server import Server, stop_on_signals
@@ -28,15 +31,42 @@ from maru_shm.layout import KEY_BYTES
 _FORMAT = click.option("--format", "form", type=click.Choice([f.value for f in Format]), default="table", show_default=True)
 
 
+class ExitCode(enum.IntEnum):
+    """Exit codes of ``maru-server``; where ``maru-sidecar`` has the same case, the same number."""
+
+    OK = 0
+    FAILED = 1  #: an error without a code of its own, or a question answered with no
+    USAGE = 2  #: a flag, an address or a file named there is wrong
+    UNAVAILABLE = 4  #: no server answers, or it refused the token
+    REFUSED = 5  #: the server understood and refused
+
+
+EXIT_CODES_HELP = (
+    "Exit codes: 0 done; 1 another error; 2 wrong flag, address or file; 4 no server answers (or it refused the token); 5 the "
+    "server refused."
+)
+_CODES: tuple[tuple[type[MaruError], ExitCode], ...] = (
+    (ConfigError, ExitCode.USAGE),
+    (ServerUnavailable, ExitCode.UNAVAILABLE),
+    (ServerRefused, ExitCode.REFUSED),
+)
+
+
+class _Failure(click.ClickException):
+    def __init__(self, error: MaruError) -> None:
+        super().__init__(str(error))
+        self.exit_code: int = next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)  # type: ignore[misc]
+
+
 def _fails_with_one_line(f: Callable[..., None]) -> Callable[..., None]:
-    """A MaruError ends a command with its text and exit status 1, without a traceback."""
+    """A MaruError ends a command with its text and an exit code, without a traceback."""
 
     @functools.wraps(f)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
             f(*args, **kwargs)
         except MaruError as e:
-            raise click.ClickException(str(e)) from e
+            raise _Failure(e) from e
 
     return wrapped
 
@@ -44,7 +74,11 @@ def _fails_with_one_line(f: Callable[..., None]) -> Callable[..., None]:
 def _asks_a_server(f: Callable[..., None]) -> Callable[..., None]:
     """Adds --server, --token-file, --timeout; the command gets a connected client."""
 
-    @click.option("--server", default=default_endpoint, help=f"Address ($MARU_SERVER, else {DEFAULT_ENDPOINT}).")
+    @click.option(
+        "--server",
+        default=default_endpoint,
+        help=f"tcp://HOST:PORT ($MARU_SERVER or $MARU_SERVER_ENDPOINT, else {DEFAULT_ENDPOINT}).",
+    )
     @click.option("--token-file", type=click.Path(), help="Shared token ($MARU_SERVER_TOKEN_FILE).")
     @click.option("--timeout", type=click.FloatRange(min=0.05), default=5.0, show_default=True, help="Seconds for an answer.")
     @_fails_with_one_line
@@ -56,7 +90,7 @@ def _asks_a_server(f: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(epilog=EXIT_CODES_HELP, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="maru-server")
 def main() -> None:
     """The metadata server: shares the directory between nodes that see the same CXL memory. It carries no KV bytes."""
@@ -64,7 +98,9 @@ def main() -> None:
 
 @main.command()
 @click.option(
-    "--listen", multiple=True, help=f"Address to listen on; repeatable. Off loopback a token is required. [{DEFAULT_ENDPOINT}]"
+    "--listen",
+    multiple=True,
+    help=f"tcp://HOST:PORT or ipc:///PATH to listen on; repeatable. Off loopback a token is required. [{DEFAULT_ENDPOINT}]",
 )
 @click.option(
     "--token-file", type=click.Path(), help="Shared token ($MARU_SERVER_TOKEN_FILE, or systemd's credential maru-token)."
@@ -132,8 +168,12 @@ def run(
 
 def _backend(store: str, settings: Settings, prefix: str, state_dir: str | None) -> Backend:
     if store != "memory":
-        from maru_server.redis_backend import RedisBackend  # the redis package is needed by this backend only
-
+        try:
+            from maru_server.redis_backend import RedisBackend  # the redis package is needed by this backend only
+        except ImportError as e:
+            if not is_missing(e):
+                raise
+            raise ConfigError(f"--backend {store} needs the package {e.name!r}, which is not installed", REMEDY) from e
         return RedisBackend(settings, store, prefix=prefix)
     directory = state_dir or os.environ.get("STATE_DIRECTORY")
     if directory is None:

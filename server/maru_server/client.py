@@ -127,8 +127,8 @@ class DirectoryClient:
         return self._write(P.ClaimRegions(regions, slab_bytes), P.Claimed).results
 
     # --- directory ---------------------------------------------------------------------------------------------------------
-    def register(self, namespace: bytes, rank: int, keys: bytes, places: bytes) -> Registered:
-        reply = self._write(P.Register(namespace, rank, keys, places), P.Outcomes)
+    def register(self, namespace: bytes, rank: int, keys: bytes, places: bytes, *, slab_bytes: int = 0) -> Registered:
+        reply = self._write(P.Register(namespace, rank, keys, places, slab_bytes), P.Outcomes)
         winners = Located(np.frombuffer(reply.places, P.PLACE), {g.id: g for g in reply.grants})
         return Registered([Outcome(c) for c in reply.codes], winners)
 

@@ -271,6 +271,17 @@ class Cluster:
             return ClaimResult(ClaimVerdict.PROVISIONAL, grant.info())
         return ClaimResult(ClaimVerdict.GRANTED, self._grant(member, r.device, r.index, slab_bytes).info())
 
+    def of_other_size(self, ids: set[int], slab_bytes: int) -> set[int]:
+        """Those of the grants that stand for slabs of another size; none for the size 0, which says nothing."""
+        grants = self.state.grants
+        return {i for i in ids if i in grants and grants[i].slab_bytes != slab_bytes} if slab_bytes else set()
+
+    def set_slab_bytes(self, ids: set[int], slab_bytes: int) -> None:
+        for i in ids:
+            if (grant := self.state.grants.get(i)) is not None:
+                grant.slab_bytes = slab_bytes
+                self._infos.pop(i, None)
+
     # --- time ------------------------------------------------------------------------------------------------------------
     def due(self, observer: Observer, beats: Mapping[str, int], now_ns: int, readers: Callable[[int], bool] | None) -> Due:
         """What this process has seen unchanged for long enough.

@@ -17,6 +17,8 @@ from maru_server import __version__
 from maru_server import protocol as P
 from maru_server.auth import guard_client, require_token
 from maru_server.errors import ServerRefused, ServerUnavailable
+from maru_server.handshakes import Reach, ServerReach, explain
+from maru_shm.endpoint import normal_endpoint
 from maru_shm.errors import ProtocolViolation
 
 T = TypeVar("T")
@@ -25,7 +27,8 @@ DEFAULT_ENDPOINT = "tcp://127.0.0.1:7420"
 
 
 def default_endpoint() -> str:
-    return os.environ.get("MARU_SERVER", DEFAULT_ENDPOINT)
+    """``$MARU_SERVER``, else the sidecar's ``$MARU_SERVER_ENDPOINT``, else the default."""
+    return os.environ.get("MARU_SERVER") or os.environ.get("MARU_SERVER_ENDPOINT") or DEFAULT_ENDPOINT
 
 
 class Connection:
@@ -34,11 +37,12 @@ class Connection:
     def __init__(
         self, endpoint: str, token: str | None = None, *, context: zmq.Context[zmq.Socket[bytes]] | None = None
     ) -> None:
-        require_token(endpoint, token)
-        self.endpoint = endpoint
+        self.endpoint = normal_endpoint(endpoint)
+        require_token(self.endpoint, token)
         self._token = token
         self._context = context or zmq.Context.instance()
         self._socket: zmq.Socket[bytes] | None = None
+        self._reach: ServerReach | None = None  # of the socket
         self._next_id = int.from_bytes(
             os.urandom(6), "little"
         )  # so that a late reply to an earlier socket's request never fits
@@ -58,30 +62,41 @@ class Connection:
             s.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
             if self._token is not None:
                 guard_client(s, self._token)
+            self._reach = ServerReach(s)
             s.connect(self.endpoint)
             self._socket = s
         return self._socket
 
     def close(self) -> None:
         """Drop the socket and what is queued in it. The next use opens a new one (and needs a new :meth:`hello`)."""
+        if self._reach is not None:
+            self._reach.close()
+            self._reach = None
         if self._socket is not None:
             self._socket.close(0)
             self._socket = None
         self.welcome = None
 
     def send(self, message: P.Request, *, epoch: int | None = None) -> int:
-        """Queue a request; returns its id. Raises :class:`ServerUnavailable` if libzmq's queue is full."""
+        """Queue a request; returns its id. Raises :class:`ServerUnavailable` if libzmq takes no more, or gave up."""
         self._next_id += 1
         header = P.HEADER.pack(P.MAGIC, P.PROTOCOL, 0, self._next_id, self.epoch if epoch is None else epoch)
         try:
             self.socket.send_multipart([header, P.encoder.encode(message)], zmq.NOBLOCK)
         except zmq.Again as e:
-            raise ServerUnavailable(f"metadata server {self.endpoint} takes no requests", "check that it runs") from e
+            raise self.unavailable(0) from e
         return self._next_id
+
+    def unavailable(self, timeout_ms: int) -> ServerUnavailable:
+        """Why no answer came within ``timeout_ms``, as far as the socket knows: nobody there, the token, or the server."""
+        reach = self._reach.look() if self._reach is not None else Reach.NOTHING
+        return ServerUnavailable(*explain(reach, self.endpoint, timeout_ms, token=self._token is not None))
 
     def receive(self, timeout_ms: int) -> tuple[int, int, P.Reply] | None:
         """``(request id, epoch, reply)``, or None if nothing came in time. Raises :class:`ProtocolViolation` for garbage."""
         if not self.socket.poll(timeout_ms, zmq.POLLIN):
+            if self._reach is not None:
+                self._reach.look()  # so that they do not pile up
             return None
         frames = self.socket.recv_multipart(zmq.NOBLOCK)
         if len(frames) != 2 or len(frames[0]) != P.HEADER.size or frames[0][:4] != P.MAGIC:
@@ -108,10 +123,9 @@ class Connection:
             got = self.receive(max(1, int(left * 1000)))
             if got is not None and got[0] == request_id:
                 return got[1], checked(got[2])
+        why = self.unavailable(timeout_ms)
         self.close()
-        raise ServerUnavailable(
-            f"no metadata server at {self.endpoint} answered within {timeout_ms} ms", "check that it runs and that tokens agree"
-        )
+        raise why
 
     def hello(
         self,

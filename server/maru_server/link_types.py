@@ -52,7 +52,9 @@ class LinkStats:
     keys_existing: int  #: another node had them first
     dropped: int  #: publications that found the queue full
     reconnects: int
-    last_error: str
+    last_error: str  #: it may be long over: the state tells
+    last_error_ms_ago: int
+    regions_refused: str  #: why regions were not granted when last asked for; empty once some were
 
 
 class Want:
@@ -69,7 +71,8 @@ class Publication:
         self.region, self.slabs, self.done = region, slabs, done
 
     def message(self) -> P.Request:
-        return P.Register(self.slabs.namespace, self.slabs.rank, self.slabs.keys, places(self.region, self.slabs))
+        s = self.slabs
+        return P.Register(s.namespace, s.rank, s.keys, places(self.region, s), s.slab_bytes)
 
 
 class Question:

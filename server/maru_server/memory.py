@@ -176,8 +176,9 @@ class MemoryBackend:
         return self._cluster.claim(member, m)
 
     # --- directory --------------------------------------------------------------------------------------------------------
-    def register(self, member: str, table: Table, keys: Keys, places: bytes) -> tuple[bytes, bytes]:
+    def register(self, member: str, table: Table, keys: Keys, places: bytes, slab_bytes: int) -> tuple[bytes, bytes]:
         mine = self._cluster.writable_ids(member)
+        self._cluster.set_slab_bytes(self._cluster.of_other_size(grant_ids(places) & mine, slab_bytes), slab_bytes)
         shards = self._tables.get(table)
         if shards is None:
             if len(self._tables) >= self._settings.max_tables:

@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 _MS = 1_000_000
 _ANNOUNCE_WINDOW = 4  # batches in flight
 _BACKOFF_MS = (50, 2000)
+_REASONS_LOGGED = 4  # of one outage: what a network in trouble says may change with every attempt
 
 
 def _nobody(_result: list[RegionLease] | MaruError) -> None:
@@ -83,7 +84,10 @@ class NodeLink:
         self._announcing = 0
         self._backoff_ms = _BACKOFF_MS[0]
         self._keys_announced = self._keys_existing = self._dropped = self._reconnects = 0
-        self._last_error = ""
+        self._last_error, self._last_error_ns = "", 0
+        self._down_ns = 0  # since when there has been no session; 0 while there is one, or none was missed yet
+        self._said: set[str] = set()  # reasons logged since then
+        self._refused = ""  # why regions that are wanted were not granted when last asked for
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()  # guards _closing, _wants and _wake, held for a few instructions
         self._closing = False
@@ -186,10 +190,12 @@ class NodeLink:
         return list(self._regions.values())
 
     def stats(self) -> LinkStats:
-        left = max(0, (self.lease.deadline_ns - boottime_ns()) // _MS)
+        now = boottime_ns()
+        left = max(0, (self.lease.deadline_ns - now) // _MS)
+        age = (now - self._last_error_ns) // _MS if self._last_error else 0
         return LinkStats(
             self.state, self._epoch, left, len(self._regions), len(self._queue), len(self._pending), self._keys_announced,
-            self._keys_existing, self._dropped, self._reconnects, self._last_error,
+            self._keys_existing, self._dropped, self._reconnects, self._last_error, age, self._refused,
         )  # fmt: skip
 
     # --- the link's thread: loop -------------------------------------------------------------------------------------------
@@ -210,10 +216,7 @@ class NodeLink:
         now = boottime_ns()
         oldest = next(iter(self._pending.values()), None)
         if oldest is not None and now - oldest.sent_ns > self.config.timeout_ms * _MS:
-            raise ServerUnavailable(
-                f"metadata server {self.config.endpoint} did not answer within {self.config.timeout_ms} ms",
-                "check that it runs",
-            )
+            raise self._connection.unavailable(self.config.timeout_ms)
         if now >= self._next_ns:
             self._hello() if self.state is LinkState.CONNECTING else self._heartbeat()
         if self.state is not LinkState.CONNECTING:
@@ -279,6 +282,11 @@ class NodeLink:
         self._connection.welcome = welcome
         self._lease_ms, self._heartbeat_ms = welcome.lease_ms, welcome.heartbeat_ms
         self._backoff_ms = _BACKOFF_MS[0]
+        if self._down_ns:
+            log.info(
+                "linked to metadata server %s after %.1f s without", self.config.endpoint, (boottime_ns() - self._down_ns) / 1e9
+            )
+            self._down_ns = 0
         self._predecessor = P.Predecessor.UNKNOWN
         if self._epoch != self._epoch_seen:
             self._epoch = self._epoch_seen
@@ -355,7 +363,7 @@ class NodeLink:
         elif why.code is ErrorCode.STALE_INCARNATION:
             self.lease.end()
             log.error("%s", why)
-            self._last_error = str(why)
+            self._note_error(str(why))
             self.state = LinkState.SUPERSEDED
             return
         self._disconnect(why, backoff=False)
@@ -363,7 +371,8 @@ class NodeLink:
     def _disconnect(self, why: MaruError, *, backoff: bool = True) -> None:
         """Start over with a new socket. Publications and withdrawals are sent again, questions are answered with ``why``."""
         self._reconnects += 1
-        self._last_error = str(why)
+        self._note_error(str(why))
+        self._tell_down(str(why))
         self.state = LinkState.CONNECTING
         self._connection.close()
         pending, self._pending = list(self._pending.values()), {}
@@ -383,6 +392,20 @@ class NodeLink:
         if backoff:
             self._next_ns += self._backoff_ms * _MS
             self._backoff_ms = min(self._backoff_ms * 2, _BACKOFF_MS[1])
+
+    def _note_error(self, text: str) -> None:
+        self._last_error_ns = boottime_ns()  # before the text: a reader that sees it sees its time
+        self._last_error = text
+
+    def _tell_down(self, why: str) -> None:
+        """Log a lost session once, and each further reason why there is none once."""
+        if not self._down_ns:
+            self._down_ns = boottime_ns()
+            self._said.clear()
+        if why not in self._said and len(self._said) < _REASONS_LOGGED:
+            text = "metadata server %s stays away: %s" if self._said else "no session with metadata server %s: %s"
+            log.warning(text, self.config.endpoint, why)
+            self._said.add(why)
 
     def _end(self) -> None:
         if self._closing and self.state not in (LinkState.CONNECTING, LinkState.SUPERSEDED):
@@ -420,7 +443,9 @@ class NodeLink:
     def _on_granted(self, want: Want, reply: P.Reply | MaruError) -> None:
         if isinstance(reply, ServerRefused) and reply.retry_ms and boottime_ns() + reply.retry_ms * _MS < want.end_ns:
             want.asked, want.next_ns = False, boottime_ns() + reply.retry_ms * _MS
+            self._refused = str(reply)
             return
+        self._refused = str(reply) if isinstance(reply, MaruError) else ""
         with self._lock:
             self._wants.remove(want)
         if isinstance(reply, MaruError):

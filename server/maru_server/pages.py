@@ -15,13 +15,14 @@ nobody else is served.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 
 from maru_server import __version__
 from maru_server import protocol as P
 from maru_server.backend import Backend
 from maru_server.errors import BackendUnavailable
+from maru_server.handshakes import Refusal
 from maru_server.http import HttpFront, Page, text_page
 from maru_server.lease import boottime_ns
 from maru_server.service import Service
@@ -47,10 +48,12 @@ _BACKEND = {
 class Pages:
     """``tick_failed`` is set by the loop. Used by its thread alone."""
 
-    def __init__(self, service: Service, backend: Backend, endpoints: Sequence[str]) -> None:
+    def __init__(self, service: Service, backend: Backend, endpoints: Sequence[str], refused: Mapping[Refusal, int]) -> None:
+        """``refused``: connections that got no further than the handshake; read when asked."""
         self._service = service
         self._backend = backend
         self._endpoints = endpoints
+        self._refused = refused
         self.front: HttpFront | None = None  #: to tell of itself
         self.tick_failed = ""
         self._known: dict[str, int | float | str] = {}
@@ -104,6 +107,10 @@ class Pages:
             for key, (name, kind, text) in _BACKEND.items():
                 if key in self._known:
                     yield _plain(name, kind, text, float(self._known[key]))
+        text = "Connections that got no further than the handshake, by reason"
+        for why in Refusal:
+            labels = {"reason": why.value}
+            yield Sample("maru_server_handshakes_refused_total", "counter", text, labels, self._refused.get(why, 0))
         yield from self._service.metrics.samples()
         if self.front is not None:
             text = "HTTP requests answered"

@@ -208,7 +208,7 @@ class AllocRegions(msgspec.Struct, tag="alloc_regions"):
     op: str
     count: int = 1
     device: bytes = b""  #: empty: any
-    slab_bytes: int = 0  #: bytes per slab, for usage
+    slab_bytes: int = 0  #: bytes per slab, for usage; 0: not known yet
 
 
 class FreeRegions(msgspec.Struct, tag="free_regions"):
@@ -225,12 +225,17 @@ class ClaimRegions(msgspec.Struct, tag="claim_regions"):
 
 
 class Register(msgspec.Struct, tag="register"):
-    """Publish committed slabs; the first writer of a key wins."""
+    """Publish committed slabs; the first writer of a key wins.
+
+    ``slab_bytes``: of the regions named in ``places``, for usage. A region is granted before it is known what its slabs will
+    be, and may be laid out anew, so what is published last counts; 0 says nothing.
+    """
 
     namespace: bytes
     rank: int
     keys: bytes
     places: bytes
+    slab_bytes: int = 0
 
 
 class Lookup(msgspec.Struct, tag="lookup"):

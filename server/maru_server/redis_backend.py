@@ -31,6 +31,7 @@ from maru_server.cluster import Cluster
 from maru_server.cluster_state import ClusterState, Due, Observer, Settings
 from maru_server.errors import BackendUnavailable, ServerRefused
 from maru_server.lease import boottime_ns
+from maru_server.places import grant_ids
 from maru_server.protocol import ErrorCode, MemberState, Outcome
 from maru_server.redis_store import Command, RedisStore
 
@@ -253,9 +254,12 @@ class RedisBackend:
     def _count_keys(self, added: Counter[int]) -> list[Command]:
         return [("hincrby", self._key("keys"), str(g), n) for g, n in added.items() if n]
 
-    def register(self, member: str, table: Table, keys: Keys, places: bytes) -> tuple[bytes, bytes]:
+    def register(self, member: str, table: Table, keys: Keys, places: bytes, slab_bytes: int) -> tuple[bytes, bytes]:
         self._refresh()
         mine = self._cluster.writable_ids(member)
+        if other := self._cluster.of_other_size(grant_ids(places) & mine, slab_bytes):  # once per region and layout
+            self._change(lambda c: c.set_slab_bytes(other, slab_bytes))
+            mine = self._cluster.writable_ids(member)
         mine_places = [places[i * 16 : i * 16 + 16] for i in range(len(keys))]
         grants = [int.from_bytes(p[:4], "little") for p in mine_places]
         codes = [Outcome.NOT_OWNER] * len(keys)

@@ -13,6 +13,7 @@ from redis.retry import Retry
 
 from maru_server.errors import BackendUnavailable
 from maru_server.lease import boottime_ns
+from maru_shm.errors import ConfigError
 
 Command = tuple[Any, ...]  #: a client method's name and its arguments
 _FAILED = (RedisError, RedisClusterException, OSError)
@@ -35,7 +36,10 @@ class RedisStore:
             else:
                 # one retry, for a connection that broke while idle: more would block the server for longer
                 self._client = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 1), **limits)
-        except (*_FAILED, ValueError) as e:
+        except ValueError as e:
+            form = "redis://HOST:PORT, rediss://…, unix:///PATH or redis+cluster://HOST:PORT"
+            raise ConfigError(f"store {self.url}: {e}", f"write memory, {form}") from e
+        except _FAILED as e:
             raise BackendUnavailable(f"store {self.url}: {e}", "check the address and that it runs") from e
 
     def run(self, commands: Sequence[Command]) -> list[Any]:

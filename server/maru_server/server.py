@@ -14,11 +14,13 @@ from maru_server import protocol as P
 from maru_server.auth import guard_server, require_token
 from maru_server.backend import Backend
 from maru_server.cluster_state import Settings
+from maru_server.handshakes import RefusedPeers
 from maru_server.http import HttpFront
 from maru_server.lease import boottime_ns
 from maru_server.notify import notify, watchdog_ms
 from maru_server.pages import Pages
 from maru_server.service import Service
+from maru_shm.endpoint import normal_endpoint
 from maru_shm.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ class Server:
         """``http``: where to show pages (``pages.py``); off loopback only with ``http_token``, which must not be ``token``."""
         if token is not None and http_token == token:
             raise ConfigError("the HTTP token is the cluster's token", "use another: HTTP sends it in clear")
+        endpoints = [normal_endpoint(endpoint, listens=True) for endpoint in endpoints]
         for endpoint in endpoints:
             require_token(endpoint, token)
         self._backend = backend
@@ -59,8 +62,9 @@ class Server:
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)  # finds connections that a cut link left half open
         self._authenticator = guard_server(self._context, self._socket, token) if token is not None else None
+        self._refused = RefusedPeers(self._socket)
         self.endpoints: list[str] = []
-        self._pages = Pages(self._service, backend, self.endpoints)
+        self._pages = Pages(self._service, backend, self.endpoints, self._refused.counts)
         self.http: HttpFront | None = None
         try:
             for endpoint in endpoints:
@@ -93,6 +97,7 @@ class Server:
         """Serve until :meth:`stop`; then close."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._refused.socket, zmq.POLLIN)
         poller.register(self._wake_r.fileno(), zmq.POLLIN)
         if self.http is not None:
             self.http.join(poller)
@@ -114,6 +119,8 @@ class Server:
                 ready = dict(poller.poll(max(0, (next_tick - boottime_ns()) // 1_000_000 + 1)))
                 if ready.pop(self._socket, 0):
                     self._serve_burst()
+                if ready.pop(self._refused.socket, 0):
+                    self._refused.look()
                 if self.http is not None:
                     for descriptor in ready:
                         self.http.ready(descriptor)
@@ -128,6 +135,7 @@ class Server:
         except Exception as e:
             log.exception("tick failed; it is tried again")
             self._pages.tick_failed = f"the last tick failed: {type(e).__name__}"
+        self._refused.say()
         if self.http is not None:
             self.http.tick()
 
@@ -146,6 +154,7 @@ class Server:
                 log.debug("reply dropped: %s", e)  # the peer has gone, or does not read
 
     def close(self) -> None:
+        self._refused.close()
         self._socket.close()
         if self.http is not None:
             self.http.close()

@@ -259,7 +259,8 @@ class Service:
         table, keys = self._table(m.namespace, m.rank), self._keys(m.keys)
         if len(m.places) != len(keys) * P.PLACE_BYTES:
             raise _refuse(f"{len(m.places)} bytes of places for {len(keys)} keys", f"{P.PLACE_BYTES} each")
-        codes, winners = self._backend.register(self._member(session), table, keys, m.places)
+        _check_range("slab_bytes", m.slab_bytes, 0, 1 << 50)
+        codes, winners = self._backend.register(self._member(session), table, keys, m.places, m.slab_bytes)
         return P.Outcomes(codes, winners, self._backend.infos(grant_ids(winners)))
 
     def _lookup(self, _session: Session, m: P.Lookup) -> P.Reply:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -15,6 +16,9 @@ import msgspec
 
 from maru_shm import messages as M
 from maru_shm.errors import ProtocolViolation, SidecarUnavailable
+from maru_shm.socket_path import default_socket_path, user_directory
+
+__all__ = ["carries_descriptors", "close_all", "connect", "default_socket_path", "receive", "send", "to_client", "to_sidecar"]
 
 MAX_FDS = 64  #: beside one message
 _SCM_MAX_FD = 253  #: what the kernel lets a packet carry; it closes those without room here, and a close may block
@@ -24,15 +28,6 @@ T = TypeVar("T")
 
 to_sidecar: msgspec.msgpack.Decoder[M.ClientMessage] = msgspec.msgpack.Decoder(M.ClientMessage)
 to_client: msgspec.msgpack.Decoder[M.SidecarMessage] = msgspec.msgpack.Decoder(M.SidecarMessage)
-
-
-def default_socket_path() -> str:
-    """``$MARU_SOCKET``, else ``/run/maru/control.sock`` where that directory exists, else a per-user path."""
-    if path := os.environ.get("MARU_SOCKET"):
-        return path
-    if os.path.isdir("/run/maru"):
-        return "/run/maru/control.sock"
-    return os.path.join(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/maru-{os.getuid()}", "maru.sock")
 
 
 def send(sock: socket.socket, message: M.ClientMessage | M.SidecarMessage, fds: Sequence[int] = ()) -> None:
@@ -89,7 +84,7 @@ def carries_descriptors(sock: socket.socket) -> bool:
 def _refuse_foreign_directory(path: str) -> None:
     """The per-user fallback lies in ``/tmp``, where anybody may make the directory first: it must be this user's."""
     directory = os.path.dirname(path)
-    if directory != f"/tmp/maru-{os.getuid()}":
+    if directory != user_directory():
         return
     with contextlib.suppress(FileNotFoundError):
         info = os.stat(directory, follow_symlinks=False)
@@ -117,10 +112,24 @@ def connect(path: str, timeout: float | None) -> socket.socket:
                 time.sleep(_BUSY_RETRY_S)
     except OSError as e:
         sock.close()
-        hint = {
-            "FileNotFoundError": f"start it: maru-sidecar run --socket {path}, or name the right socket",
-            "ConnectionRefusedError": f"the socket is stale; start the sidecar: maru-sidecar run --socket {path}",
-            "PermissionError": "join the socket's group, or run as the sidecar's user",
-        }.get(type(e).__name__, "check the socket path")
-        raise SidecarUnavailable(f"no sidecar at {path}: {e.strerror or e}", hint) from e
+        raise _unreachable(path, e) from e
     return sock
+
+
+def _unreachable(path: str, error: OSError) -> SidecarUnavailable:
+    """The kernel refuses a connection to anything that is no socket as it does to a stale one: what lies there is looked at."""
+    reason, start = error.strerror or str(error), f"maru-sidecar run --socket {os.path.abspath(path)}"
+    if error.errno == errno.ENOENT:
+        return SidecarUnavailable(f"no sidecar at {path}: {reason}", f"start it: {start}, or name the right socket")
+    if error.errno == errno.EACCES:
+        return SidecarUnavailable(f"no sidecar at {path}: {reason}", "join the socket's group, or run as the sidecar's user")
+    with contextlib.suppress(OSError):
+        mode = os.stat(path).st_mode
+        if not stat.S_ISSOCK(mode):
+            kind = "a directory" if stat.S_ISDIR(mode) else "a regular file" if stat.S_ISREG(mode) else "no socket"
+            return SidecarUnavailable(f"no sidecar at {path}: it is {kind}", "name the control socket")
+    if error.errno == errno.ECONNREFUSED:
+        return SidecarUnavailable(f"no sidecar at {path}: {reason}", f"the socket is stale; start the sidecar: {start}")
+    if error.errno == errno.EPROTOTYPE:
+        return SidecarUnavailable(f"no sidecar at {path}: {reason}", "it is another program's socket: name the control socket")
+    return SidecarUnavailable(f"no sidecar at {path}: {reason}", "check the socket path")

@@ -85,7 +85,7 @@ class CacheList(msgspec.Struct, tag="cache_list"):
 
 
 class Pin(msgspec.Struct, tag="pin"):
-    """Exclude chunks from eviction (or end that); stops at the first key that is absent."""
+    """Exclude chunks from eviction (or end that); stops at the first key that is absent. Counted; ends with the sidecar."""
 
     namespace: str
     keys: list[str]
@@ -127,7 +127,9 @@ class Pong(msgspec.Struct, tag="pong"):
 
 class Done(msgspec.Struct, tag="done"):
     n: int = 0  #: chunks affected
-    left: int = 0  #: CacheClear: chunks that stay, pinned, leased, in flight, or ahead of one that is
+    #: CacheClear: chunks that stay, pinned, leased, in flight, or ahead of one that is. Pin that ends: chunks of ``n`` that had
+    #: no pin to end
+    left: int = 0
 
 
 class Status(msgspec.Struct, tag="status"):

@@ -55,13 +55,34 @@ def segment_name(instance: str, generation: int, session: int) -> str:
     return f"/{NAME_PREFIX}{instance}.{generation:016x}.{session}"
 
 
-def process_start_time(pid: int) -> int:
-    """Start time of ``pid`` in clock ticks since boot (``/proc/<pid>/stat`` field 22); 0 if there is no such process."""
+def _process_stat(pid: int) -> list[bytes]:
+    """``/proc/<pid>/stat`` from its third field on; empty if there is no such process."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return int(stat.read().rsplit(b")", 1)[1].split()[19])
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rsplit(b")", 1)[1].split()
     except (FileNotFoundError, ProcessLookupError):
-        return 0
+        return []
+
+
+def process_start_time(pid: int) -> int:
+    """Start time of ``pid`` in clock ticks since boot (field 22), which names it together with the pid; 0 if there is no
+    such process. A zombie has one: whether it runs is :func:`process_runs`'s matter.
+    """
+    fields = _process_stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def process_runs(pid: int, start_time: int | None = None) -> bool:
+    """Whether ``pid`` runs, and is the process that started at ``start_time`` if one is given (0: none ever did).
+
+    A process that has ended and was not waited for (a zombie, which lasts where a container's first process reaps nothing)
+    does not. One whose main thread alone has ended still does: its state (field 3) is Z too, its other threads (field 20) may
+    be copying.
+    """
+    fields = _process_stat(pid) if pid > 0 else []
+    if not fields or (fields[0] in (b"Z", b"X") and int(fields[17]) <= 1):
+        return False
+    return start_time is None or int(fields[19]) == start_time != 0
 
 
 class Segment:

@@ -85,22 +85,22 @@ class AdminClient:
             left = None if left is None else left - len(page.chunks)
 
     def pin(self, namespace: str, keys: Sequence[str]) -> int:
-        """Exclude chunks from eviction; stops at the first absent key. Returns chunks pinned."""
-        return self._set_pinned(namespace, keys, M.Pin(namespace, [], pinned=True))
+        """Exclude chunks from eviction until the sidecar ends; stops at the first absent key. Returns chunks pinned."""
+        return self._set_pinned(namespace, keys, pinned=True).n
 
-    def unpin(self, namespace: str, keys: Sequence[str]) -> int:
-        """Allow eviction again; stops at the first absent key. Returns chunks unpinned."""
-        return self._set_pinned(namespace, keys, M.Pin(namespace, [], pinned=False))
+    def unpin(self, namespace: str, keys: Sequence[str]) -> M.Done:
+        """Undo one pin of each chunk; stops at the first absent key. ``n``: chunks found, ``left``: those that had no pin."""
+        return self._set_pinned(namespace, keys, pinned=False)
 
-    def _set_pinned(self, namespace: str, keys: Sequence[str], like: M.Pin) -> int:
-        total = 0
+    def _set_pinned(self, namespace: str, keys: Sequence[str], *, pinned: bool) -> M.Done:
+        total = bare = 0
         for at in range(0, len(keys), PIN_BATCH):
             batch = list(keys[at : at + PIN_BATCH])
-            n = self._ask(M.Pin(namespace, batch, pinned=like.pinned), M.Done).n
-            total += n
-            if n < len(batch):
+            done = self._ask(M.Pin(namespace, batch, pinned=pinned), M.Done)
+            total, bare = total + done.n, bare + done.left
+            if done.n < len(batch):
                 break
-        return total
+        return M.Done(total, bare)
 
     def _ask(self, request: M.ClientMessage, answer: type[A]) -> A:
         name = type(request).__name__

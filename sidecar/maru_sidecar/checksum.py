@@ -10,27 +10,23 @@ from collections.abc import Sequence
 
 import xxhash
 
-from maru_sidecar.directory import Directory, SlabRef
+from maru_sidecar.directory import SlabRef
 from maru_sidecar.pool import PoolFile
 
 
 class SlabChecker:
     """Computes and verifies over the pool mapping. Used by loaders and writers on slabs they hold pinned or reserved."""
 
-    def __init__(self, pool: PoolFile, directory: Directory) -> None:
+    def __init__(self, pool: PoolFile) -> None:
         self._pool = pool
-        self._directory = directory
-        self.mismatches = 0
 
     def checksum(self, offset: int, nbytes: int) -> int:
         """xxh3-64 of ``nbytes`` of slab data at ``offset`` from the pool's start."""
         return int(xxhash.xxh3_64_intdigest(self._pool.bytes[offset : offset + nbytes]))
 
-    def leading_good(self, refs: Sequence[SlabRef], nbytes: int) -> int:
-        """How many leading slabs match their checksum; a slab stored without one counts as good."""
-        for i, ref in enumerate(refs):
-            stored = self._directory.header(ref).checksum
-            if stored is not None and stored != self.checksum(ref.offset, nbytes):
-                self.mismatches += 1
+    def leading_good(self, refs: Sequence[SlabRef], stored: Sequence[int | None], nbytes: int) -> int:
+        """How many leading slabs match ``stored``, the checksums in their headers; one stored without (None) is good."""
+        for i, (ref, wanted) in enumerate(zip(refs, stored, strict=True)):
+            if wanted is not None and wanted != self.checksum(ref.offset, nbytes):
                 return i
         return len(refs)

@@ -18,7 +18,8 @@ _NO_PARENT = b""  #: of a chunk whose parent claims to lie behind it
 class Chunk:
     """A chunk with at least one committed slab.
 
-    ``slabs[rank]`` is the slab's name (``regions.py``), 0 where that rank has none; ``missing`` counts those.
+    ``slabs[rank]`` is the slab's name (``regions.py``), 0 where that rank has none; ``missing`` counts those. ``summed``: a bit
+    for each rank whose slab was stored with a checksum.
     """
 
     __slots__ = (
@@ -33,6 +34,7 @@ class Chunk:
         "pins",
         "queued",
         "slabs",
+        "summed",
         "used",
     )
 
@@ -43,6 +45,7 @@ class Chunk:
         self.depth = header.depth
         self.slabs: tuple[int, ...] = (0,) * namespace.world
         self.missing = namespace.world
+        self.summed = 0
         self.children: Chunk | set[Chunk] | None = None
         self.pins = 0  #: references that forbid eviction: leases, copies, children in flight, and admin_pins
         self.admin_pins = 0

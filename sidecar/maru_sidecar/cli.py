@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from maru_shm import __version__
+from maru_shm.socket_path import SEARCH, default_socket_path
 from maru_sidecar import pool_cli
 from maru_sidecar.output import (
     EXIT_CODES_HELP,
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
     from maru_sidecar.config import Config
 
 PROGRAM = "maru-sidecar"
+ALL = "all"  #: as a section's name
 CHUNK_COLUMNS = ("namespace", "key", "ranks", "world", "bytes", "tokens", "leases", "pinned", "age_s")
 F = TypeVar("F", bound=Callable[..., Any])
 
-socket_option = click.option("--socket", metavar="PATH", help="Control socket (default: $MARU_SOCKET, /run/maru/control.sock).")
+socket_option = click.option("--socket", metavar="PATH", help=f"Control socket (default: {SEARCH}).")
 timeout_option = click.option(
     "--timeout", type=click.FloatRange(min=0.1), default=5.0, show_default=True, help="Seconds to wait for each answer."
 )
@@ -48,7 +50,6 @@ def admin_options(command: F) -> F:
 @contextmanager
 def connected(socket: str | None, timeout: float) -> Iterator[AdminClient]:
     """An admin connection for one command."""
-    from maru_shm.control import default_socket_path
     from maru_sidecar.admin import AdminClient
 
     with AdminClient.connect(socket or default_socket_path(), timeout, f"{PROGRAM}-cli/{__version__}") as client:
@@ -68,7 +69,7 @@ RUN_FLAGS = (
     ("--pool-path", "pool.path", "Pool file or device."),
     ("--pool-size", "pool.size", "Pool size, e.g. 64GiB."),
     ("--numa-node", "pool.numa_node", "NUMA node the pool's memory comes from."),
-    ("--socket", "control.socket", "Control socket."),
+    ("--socket", "control.socket", f"Control socket, an absolute path (default: {SEARCH})."),
     ("--socket-mode", "control.mode", "Permission bits of the socket, octal."),
     ("--socket-group", "control.group", "Group that owns the socket."),
     ("--allow-uid", "control.allowed_uids", "Uids that may attach, comma-separated."),
@@ -146,16 +147,27 @@ def ping(socket: str | None, timeout: float, fmt: Format) -> None:
 
 @cli.command("status")
 @admin_options
-@click.option("--section", "only", multiple=True, metavar="NAME", help="Only this section (repeatable).")
-def status(socket: str | None, timeout: float, fmt: Format, only: tuple[str, ...]) -> None:
-    """Pool, cache, engines, queues and counters."""
+@click.option(
+    "--section", "only", multiple=True, metavar="NAME", help="Only this section, in full (repeatable); `all`: as --all."
+)
+@click.option("--all", "everything", is_flag=True, help="Every section in full, about 100 lines.")
+def status(socket: str | None, timeout: float, fmt: Format, only: tuple[str, ...], *, everything: bool) -> None:
+    """The state of pool, cache, engines and queues on one screen; --all shows every counter. JSON is always complete."""
     from maru_shm.errors import ConfigError
+    from maru_sidecar.status_summary import left_out, summary
 
     with connected(socket, timeout) as client:
         sections = client.status()
-    if missing := [name for name in only if name not in sections]:
-        raise ConfigError(f"no section {missing[0]!r}", "there are: " + ", ".join(sections))
-    echo_sections({k: v for k, v in sections.items() if not only or k in only}, fmt)
+    everything = everything or ALL in only
+    if missing := [name for name in only if name not in sections and name != ALL]:
+        raise ConfigError(f"no section {missing[0]!r}", "there are: " + ", ".join([*sections, ALL]))
+    if only and not everything:
+        echo_sections({k: v for k, v in sections.items() if k in only}, fmt)
+    elif everything or fmt == "json":
+        echo_sections(sections, fmt)
+    else:
+        echo_sections(summary(sections), fmt)
+        click.echo(f"\n{left_out(sections)}")
 
 
 @cli.command("describe")
@@ -228,43 +240,52 @@ def cache_clear(
     click.echo(f"{done.n} chunks dropped{kept}")
 
 
+def pin_arguments(command: F) -> F:
+    """``NAMESPACE KEY...``. Click would only miss KEYS where somebody gave one word, a key."""
+    namespace = click.argument("namespace", required=False, default="", metavar="NAMESPACE")
+    return namespace(click.argument("keys", nargs=-1, metavar="KEY...")(command))
+
+
 @cache.command("pin", epilog=EXIT_CODES_HELP)
 @admin_options
-@click.argument("namespace")
-@click.argument("keys", nargs=-1, required=True)
+@pin_arguments
 def cache_pin(socket: str | None, timeout: float, fmt: Format, namespace: str, keys: tuple[str, ...]) -> None:
-    """Exclude chunks from eviction; `-` reads keys from standard input.
+    """Exclude chunks from eviction until the sidecar ends; `-` reads keys from standard input.
+
+    NAMESPACE and KEY name a chunk as `cache ls` lists it. Pins are not kept in the pool: after a restart the chunks are there,
+    and none is pinned. A pin counts: unpin a chunk as often as it was pinned.
 
     Stops at the first KEY that is absent, names it and exits with 10; the chunks before it stay pinned.
     """
     wanted = _keys(keys)
     with connected(socket, timeout) as client:
         n = client.pin(namespace, wanted)
-    _report_pins("pinned", n, wanted, fmt)
+    _report_pins("pinned", n, 0, wanted, fmt)
 
 
 @cache.command("unpin", epilog=EXIT_CODES_HELP)
 @admin_options
-@click.argument("namespace")
-@click.argument("keys", nargs=-1, required=True)
+@pin_arguments
 def cache_unpin(socket: str | None, timeout: float, fmt: Format, namespace: str, keys: tuple[str, ...]) -> None:
-    """Allow eviction again; `-` reads keys from standard input.
+    """Undo one `cache pin` of each chunk; `-` reads keys from standard input. A chunk without a pin is counted as such.
 
     Stops at the first KEY that is absent, names it and exits with 10; the chunks before it are unpinned.
     """
     wanted = _keys(keys)
     with connected(socket, timeout) as client:
-        n = client.unpin(namespace, wanted)
-    _report_pins("unpinned", n, wanted, fmt)
+        done = client.unpin(namespace, wanted)
+    _report_pins("unpinned", done.n, done.left, wanted, fmt)
 
 
-def _report_pins(what: str, n: int, wanted: list[str], fmt: Format) -> None:
-    """``n`` leading keys of ``wanted`` were there."""
+def _report_pins(what: str, n: int, bare: int, wanted: list[str], fmt: Format) -> None:
+    """``n`` leading keys of ``wanted`` were there; ``bare`` of them had no pin to undo."""
     missing = wanted[n] if n < len(wanted) else None
     if fmt == "json":
-        echo_json({what: n, "asked": len(wanted), "not_found": missing, "not_tried": max(0, len(wanted) - n - 1)})
+        found = {what: n - bare, "asked": len(wanted), "not_found": missing, "not_tried": max(0, len(wanted) - n - 1)}
+        echo_json(found | ({"not_pinned": bare} if what == "unpinned" else {}))
     else:
-        click.echo(f"{n} of {len(wanted)} chunks {what}")
+        unpinned = f"; {bare} {'was' if bare == 1 else 'were'} not pinned" if bare else ""
+        click.echo(f"{n - bare} of {len(wanted)} chunks {what}{unpinned}")
     if missing is not None:
         rest = f"; not tried: {len(wanted) - n - 1}" if n + 1 < len(wanted) else ""
         click.echo(f"{PROGRAM}: {missing} is not in the pool{rest}", err=True)
@@ -273,6 +294,8 @@ def _report_pins(what: str, n: int, wanted: list[str], fmt: Format) -> None:
 
 def _keys(given: tuple[str, ...]) -> list[str]:
     """Keys from the command line; ``-`` stands for those on standard input."""
+    if not given:
+        raise click.UsageError("give NAMESPACE and then at least one KEY: together they name a chunk, as `cache ls` lists it")
     return [key for word in given for key in (sys.stdin.read().split() if word == "-" else [word])]
 
 
@@ -285,7 +308,7 @@ cli.add_command(pool_cli.pool)
 @config_option
 @click.option("--pool-path", "pool__path", metavar="PATH", help="Pool to examine for  [pool.path].")
 @click.option("--pool-size", "pool__size", metavar="SIZE", help="Its size, e.g. 64GiB  [pool.size].")
-@click.option("--socket", "control__socket", metavar="PATH", help="Control socket  [control.socket].")
+@click.option("--socket", "control__socket", metavar="PATH", help=f"Control socket (default: {SEARCH})  [control.socket].")
 @click.option("--fix", is_flag=True, help="Unlink segments whose sidecar and engine are dead, and only those.")
 @format_option
 def doctor(config: str | None, fmt: Format, *, fix: bool, **flags: str | None) -> None:
@@ -297,7 +320,7 @@ def doctor(config: str | None, fmt: Format, *, fix: bool, **flags: str | None) -
     if fix:
         for name in remove_stale():
             click.echo(f"unlinked {name}", err=True)
-    host = Host(loaded.pool.file_path, loaded.pool.size, loaded.control.socket, loaded.pool.backend)
+    host = Host.of(loaded)
     findings = examine(host)
     echo_rows([f.row() for f in findings], fmt, ("verdict", "check", "what", "remedy"))
     if any(f.verdict is Verdict.BAD for f in findings):

@@ -1,8 +1,9 @@
 """The daemon's configuration: defaults < TOML file < environment < flags, each layer naming only what it changes.
 
 A setting is addressed the same way everywhere: ``[pool] size`` in the file, ``MARU_POOL_SIZE`` in the environment,
-``pool.size`` among the flags. Sizes are bytes and may be written ``"64GiB"``. An unknown key, a wrong type or a value out
-of bounds is a :class:`~maru_shm.errors.ConfigError` that names the key, where it was read and what would be right.
+``pool.size`` among the flags; the control socket has a short name too, ``MARU_SOCKET``, which engines and commands read as
+well. Sizes are bytes and may be written ``"64GiB"``. An unknown key, a wrong type or a value out of bounds is a
+:class:`~maru_shm.errors.ConfigError` that names the key, where it was read and what would be right.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from maru_shm import control
+from maru_shm.endpoint import normal_endpoint
 from maru_shm.errors import ConfigError, MaruError
+from maru_shm.socket_path import VARIABLES, default_socket_path, socket_variable
 from maru_sidecar.pool import PoolSpec
 
 ENV_PREFIX = "MARU_"
@@ -32,7 +34,7 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
 class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The control socket and who may use it."""
 
-    socket: str = msgspec.field(default_factory=control.default_socket_path)  #: ``MARU_SOCKET`` names it too
+    socket: str = msgspec.field(default_factory=default_socket_path)
     mode: int = 0o660  #: permission bits of the socket
     group: str = ""  #: group that owns the socket; empty: the daemon's own
     allowed_uids: tuple[int, ...] = ()  #: beside the daemon's uid and root; with ``allowed_gids`` it replaces the socket's mode
@@ -93,13 +95,21 @@ class Daemon(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The metadata server through which this sidecar shares its pool with others (``pool.shared``)."""
 
-    endpoint: str = ""  #: ``tcp://host:port``; empty: off
+    endpoint: str = ""  #: ``tcp://host:port`` or ``host:port``, ``ipc:///path``; empty: off
     node: str = ""  #: this sidecar's name in the cluster; empty: host name and instance
     token_file: str = ""  #: the cluster's token; needed anywhere but on loopback
     lookup_wait_ms: float = 20.0  #: a lookup is answered without the server if that takes longer
     pin_ttl_s: float = 30.0  #: chunks of others stay pinned at the server this long, at most its ``--max-pin-ms``
     write_margin_ms: int = 500  #: a slab's write begins only while the region's lease lasts that much longer
     spare_regions: int = 1  #: empty regions kept in stock; twice as many are given back
+
+    def __post_init__(self) -> None:
+        if not self.endpoint:
+            return
+        try:
+            msgspec.structs.force_setattr(self, "endpoint", normal_endpoint(self.endpoint))
+        except ConfigError as e:
+            raise ConfigError(f"server.endpoint is {self.endpoint!r}", e.remedy) from e
 
 
 class Http(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -185,9 +195,12 @@ def _from_file(path: str) -> Iterator[tuple[str, object, str]]:
 
 def _from_environment(env: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
     """``MARU_SOCKET`` and ``MARU_<SECTION>_<KEY>``. Other MARU_ variables belong to other programs of this project."""
-    if socket := env.get("MARU_SOCKET"):
-        yield "control.socket", socket, "MARU_SOCKET"
+    if (socket := socket_variable(env)) is not None:
+        name, path = socket
+        yield "control.socket", path, name
     for name in sorted(env):
+        if name in VARIABLES:
+            continue
         section, _, field = name.removeprefix(ENV_PREFIX).lower().partition("_")
         if section == "server" and _field_type(f"server.{field}") is None:
             continue  # MARU_SERVER_… are maru-server's too
@@ -263,12 +276,12 @@ def _checked(values: dict[str, dict[str, Any]], origin: Mapping[str, str]) -> Co
     config = Config(**built)
     for key, value, holds, remedy in _bounds(config):
         if not holds:
-            raise ConfigError(f"{key} is {value!r} in {origin.get(key, 'the defaults')}", remedy)
+            raise ConfigError(f"{key} is {value!r} in {origin.get(key, 'the defaults')}", f"expected {remedy}")
     return config
 
 
 def _bounds(c: Config) -> Iterator[tuple[str, object, bool, str]]:
-    """Every rule on a value: key, value, whether it holds, remedy."""
+    """Every rule on a value: key, value, whether it holds, what is expected."""
     path_max = 107  # sun_path holds 108 bytes with its terminator
     yield "pool.size", c.pool.size, c.pool.size >= 1 << 20, "at least 1MiB"
     named = c.pool.backend == "shm" and "/" not in c.pool.path.removeprefix("/") and bool(c.pool.path.strip("/"))
@@ -283,9 +296,14 @@ def _bounds(c: Config) -> Iterator[tuple[str, object, bool, str]]:
         "pool.shared",
         shared,
         shared == bool(server.endpoint),
-        "pool.shared and server.endpoint go together: set both or none",
+        f"{str(bool(server.endpoint)).lower()}: pool.shared and server.endpoint go together, set both or none",
     )
-    yield "pool.recreate", c.pool.recreate, not (shared and c.pool.recreate), "off; a shared pool is emptied by pool clear"
+    yield (
+        "pool.recreate",
+        c.pool.recreate,
+        not (shared and c.pool.recreate),
+        "false: a shared pool is emptied by maru-sidecar pool clear",
+    )
     yield "pool.coherence", c.pool.coherence, shared or c.pool.coherence == "hardware", "hardware, unless pool.shared is set"
     yield "server.lookup_wait_ms", server.lookup_wait_ms, 0 < server.lookup_wait_ms <= 1000, "above 0, at most 1000 ms"
     yield "server.pin_ttl_s", server.pin_ttl_s, 1 <= server.pin_ttl_s <= 3600, "1 to 3600 seconds"

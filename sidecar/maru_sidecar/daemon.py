@@ -12,7 +12,8 @@ Idle, it wakes four times a second, for the heartbeat.
 answered with the state STARTING.
 
 *Stop.* SIGTERM: DRAINING (new work is refused, what is in flight ends, bounded by ``drain_timeout_s``), then every session is
-ended as if it had detached, then the threads, then the pool is closed clean.
+ended as if it had detached (but leases of clients that live are left to the successor, in their segments), then the threads,
+then the pool is closed clean.
 """
 
 from __future__ import annotations
@@ -58,10 +59,22 @@ STOP_TIMEOUT_S = 10.0  #: for ending sessions and threads, after the drain
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether every thread the daemon needs is alive and gets on, and if not, which does not."""
+    """Whether every thread the daemon needs is alive and gets on, and if not, which does not.
+
+    Good with a reason is *degraded*: something from outside is missing, a restart would not help, what is here is served.
+    """
 
     good: bool
     reason: str = ""
+
+    @property
+    def degraded(self) -> bool:
+        return self.good and bool(self.reason)
+
+    @property
+    def text(self) -> str:
+        """``good``, ``degraded: …`` or what is wrong."""
+        return f"degraded: {self.reason}" if self.degraded else self.reason or "good"
 
 
 class Sidecar:
@@ -146,7 +159,7 @@ class Sidecar:
             return Health(False, f"a copy does not end: {', '.join(hanging)}")
         if self.sessions is not None and (n := self.sessions.hanging) > MAX_HANGING:
             return Health(False, f"the memory of {n} engines does not answer, their threads hang")
-        return Health(True)
+        return Health(True, self.node.trouble() if self.node is not None else "")
 
     def ready(self) -> tuple[bool, str]:
         """Whether lookups are answered from the pool, else the state."""
@@ -277,6 +290,7 @@ class Sidecar:
             for session in self.sessions.live.values():
                 session.segment.words[L.WORD_SIDECAR_BEAT] = now
             self.directory.expire(now)
+            self.harvested.prune(self.directory, now)
             self.sessions.give_up_hanging(self.config.transfer.copy_timeout_s)
             if self.node is not None:
                 self.node.lookups.leases.sweep(self.sessions.live.__contains__, now)
@@ -335,8 +349,12 @@ class Sidecar:
             return True
         if self.node is not None:
             self.node.lookups.close()
+        if self.directory is not None:
+            now = time.monotonic_ns()
+            self.directory.expire(now)
+            self.harvested.prune(self.directory, now)
         for session in tuple(self.sessions.live.values()):
-            self.sessions.end(session, "the sidecar stops")
+            self.sessions.end(session, "the sidecar stops", hand_over=True)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while not self.sessions.only_hanging and time.monotonic() < deadline:
             self.poller.poll(0.05)
@@ -350,10 +368,9 @@ def _require_server_client() -> None:
     try:
         import maru_server.node  # noqa: F401
     except ImportError as e:
-        raise ConfigError(
-            f"server.endpoint is set, and the metadata server's client cannot be imported ({e})",
-            "pip install maru-sidecar[server]",
-        ) from e
+        from maru_server.extra import REMEDY
+
+        raise ConfigError(f"server.endpoint is set, and the metadata server's client cannot be imported ({e})", REMEDY) from e
 
 
 def _has_work(session: Session) -> bool:

@@ -60,11 +60,15 @@ class Presence(enum.Enum):
 
 
 class SlabRef(NamedTuple):
-    """A slab's data offset (bytes from the pool's start), its state word when it was looked up, its header's offset."""
+    """A slab's data offset (bytes from the pool's start), its state word when it was looked up, its header's offset.
+
+    ``checksummed``: a checksum was stored with it, so a header without one is not its.
+    """
 
     offset: int
     state_word: int
     header: int = 0
+    checksummed: bool = False
 
 
 class PoolEvents(Protocol):
@@ -218,7 +222,13 @@ class Directory:
         with self._lock:
             chunks, regions = self._leading(namespace, keys, world), self._regions
             refs = [(regions.data_offset(slab), regions.state_word(slab)) for chunk in chunks for slab in chunk.slabs]
-            return self._lease(chunks, owner, ttl_s), np.array(refs, np.uint64).reshape(-1, 2)
+            found = np.array(refs, np.uint64).reshape(-1, 2)
+            bad = np.flatnonzero(found[:, 1] & 0xFF != F.SlabState.COMMITTED)
+            if len(bad):  # a claimed hit cannot be taken back: it ends before what no reader would accept
+                n = int(bad[0]) // world
+                self._drop(chunks[n], chunks[n].slabs[int(bad[0]) % world])
+                chunks, found = chunks[:n], found[: n * world]
+            return self._lease(chunks, owner, ttl_s), found
 
     def _lease(self, chunks: list[Chunk], owner: Hashable, ttl_s: float) -> Lease | None:
         if not chunks:
@@ -241,6 +251,11 @@ class Directory:
                 for chunk in self._leases.end(lease_id):
                     self._held.unpin(chunk)
             return len(ids)
+
+    def holds_leases(self, owner: Hashable) -> bool:
+        """Whether a lease of ``owner`` has neither ended nor, at the last :meth:`expire`, run out."""
+        with self._lock:
+            return bool(self._leases.of_owner(owner))
 
     def expire(self, now_ns: int) -> int:
         """End the leases whose deadline (CLOCK_MONOTONIC ns) has passed; returns how many."""
@@ -266,7 +281,8 @@ class Directory:
                 if chunk is None or not chunk.slabs[rank]:
                     break
                 slab = chunk.slabs[rank]
-                refs.append(SlabRef(regions.data_offset(slab), regions.state_word(slab), slab))
+                summed = chunk.summed >> rank & 1 == 1
+                refs.append(SlabRef(regions.data_offset(slab), regions.state_word(slab), slab, summed))
                 chunks.append(chunk)
             for chunk in chunks:
                 self._held.pin(chunk)
@@ -368,8 +384,9 @@ class Directory:
             self._events.low(stride)
 
     def _commit(self, r: Reservation, checksum: int | None) -> None:
+        r._header = r._header._replace(checksum=checksum)
         try:
-            self._regions.write_header(r._slab, r._header._replace(checksum=checksum))
+            self._regions.write_header(r._slab, r._header)
             self._publish(r)
         except BaseException:  # a slab left in WRITING would be lost, and its key PENDING, until a restart
             self._abort(r)
@@ -404,19 +421,26 @@ class Directory:
         self._held.prune(ns)
 
     # --- administration -----------------------------------------------------------------------------------------------
-    def drop(self, namespace: bytes, key: bytes, rank: int) -> bool:
+    def drop(self, namespace: bytes, key: bytes, rank: int, *, slab: int = 0) -> bool:
         """Take a chunk with a bad slab out at once, all ranks; whoever copies from it keeps the memory until done.
 
-        False if it is not there. ``rank`` names the bad slab; without it the others are of no use.
+        False if it is not there. ``rank`` names the bad slab; without it the others are of no use. ``slab``: the offset of its
+        header, where a newer slab may have taken its place since; 0: any.
         """
         with self._lock:
             ns = self._held.namespaces.get(namespace)
             chunk = ns.chunks.get(key) if ns is not None else None
             if chunk is None or not 0 <= rank < len(chunk.slabs) or not chunk.slabs[rank]:
                 return False
-            self._held.remove(chunk)
-            self._counts["dropped_bad"] += 1
+            if slab not in (0, chunk.slabs[rank]):
+                return False
+            self._drop(chunk, chunk.slabs[rank])
             return True
+
+    def _drop(self, chunk: Chunk, slab: int) -> None:
+        self._held.remove(chunk)
+        self._regions.mend(slab)
+        self._counts["dropped_bad"] += 1
 
     def clear(self, namespace: bytes | None = None) -> int:
         """Evict every chunk that is not pinned and has no pinned descendant; returns how many chunks went."""
@@ -447,9 +471,12 @@ class Directory:
                 if done >= limit:
                     return done
 
-    def pin(self, namespace: bytes, keys: bytes, *, pinned: bool) -> int:
-        """Exclude leading chunks from eviction, or undo that once; stops at the first absent key. Counted, not persistent."""
-        done = 0
+    def pin(self, namespace: bytes, keys: bytes, *, pinned: bool) -> tuple[int, int]:
+        """Exclude leading chunks from eviction, or undo that once; stops at the first absent key. Counted, not persistent.
+
+        Returns how many chunks were there and, of those to unpin, how many had no pin.
+        """
+        done = bare = 0
         with self._lock:
             ns = self._held.namespaces.get(namespace)
             for i in range(0, len(keys), KEY_BYTES):
@@ -464,8 +491,10 @@ class Directory:
                     chunk.admin_pins -= 1
                     self._held.admin_pins -= 1
                     self._held.unpin(chunk)
+                else:
+                    bare += 1
                 done += 1
-        return done
+        return done, bare
 
     def page(self, namespace: bytes | None, after: bytes, limit: int) -> tuple[list[ChunkInfo], bool]:
         """Chunks ordered by key (then namespace) beyond ``after``, at most ``limit``, and whether there are more.

@@ -10,7 +10,6 @@ can be examined too.
 from __future__ import annotations
 
 import ctypes
-import enum
 import glob
 import os
 import platform
@@ -19,58 +18,21 @@ import socket
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
 
 from maru_shm.atomics import require_supported_platform
 from maru_shm.errors import MaruError, PlatformUnsupported
-from maru_sidecar import devdax
+from maru_shm.socket_path import user_directory
+from maru_sidecar.doctor_host import Finding, Host, Verdict
+from maru_sidecar.doctor_pool import check_pool_contents, check_pool_file, check_pool_space, pool_bytes
 from maru_sidecar.output import human_bytes
-from maru_sidecar.pool_header import medium_bytes
 from maru_sidecar.stale import Liveness, survey_segments
 
+__all__ = ["CHECKS", "Finding", "Host", "Verdict", "examine"]
+SERVER_TIMEOUT_MS = 2000
 MIN_KERNEL = (5, 14)  #: MADV_POPULATE_WRITE; pidfd_open is older (5.3)
 MIN_PYTHON = (3, 11)
 MIN_FDS = 4096  #: 3 descriptors per session (socket, segment, doorbell), a pidfd and one per imported allocation
 SYSTEM_UID_MAX = 999  #: logind's RemoveIPC spares system users (Debian's and Red Hat's SYS_UID_MAX)
-
-
-class Verdict(enum.StrEnum):
-    OK = "ok"
-    WARN = "warn"
-    BAD = "bad"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing looked at: what was found and, unless it is fine, what to do."""
-
-    check: str
-    verdict: Verdict
-    what: str
-    remedy: str = ""
-
-    def row(self) -> dict[str, object]:
-        return asdict(self) | {"verdict": self.verdict.value}
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """What is examined. ``pool_bytes``: the configured size."""
-
-    pool_path: str
-    pool_bytes: int
-    socket_path: str
-    pool_backend: str = "shm"
-    root: str = ""
-    uid: int = field(default_factory=os.getuid)
-
-    def read(self, path: str) -> str | None:
-        """Contents of a small file under the root; None if there is none or it may not be read."""
-        try:
-            with open(self.root + path, encoding="utf-8", errors="replace") as file:
-                return file.read().strip()
-        except OSError:
-            return None
 
 
 def examine(host: Host) -> list[Finding]:
@@ -79,65 +41,13 @@ def examine(host: Host) -> list[Finding]:
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------------
-def check_pool_space(host: Host) -> Iterator[Finding]:
-    """Does the configured pool fit where it is to lie? Memory already allocated to it counts."""
-    if devdax.is_device(host.pool_path):
-        yield _check_device(host.pool_path)
-        return
-    directory = os.path.dirname(host.pool_path)
-    try:
-        fs = os.statvfs(directory)
-    except OSError as e:
-        yield Finding(
-            "pool space", Verdict.BAD, f"{directory}: {e.strerror}", "create it, or set pool.path to a mounted filesystem"
-        )
-        return
-    size, free = fs.f_frsize * fs.f_blocks, fs.f_frsize * fs.f_bavail
-    try:
-        held = os.stat(host.pool_path).st_blocks * 512
-    except OSError:
-        held = 0
-    need = max(0, host.pool_bytes - held)
-    what = f"{directory} has {human_bytes(free)} free of {human_bytes(size)}, the pool wants {human_bytes(host.pool_bytes)}"
-    what += f" and holds {human_bytes(held)}" if held else ""
-    if need > free:
-        remedy = f"mount -o remount,size={-(-(host.pool_bytes + (256 << 20)) >> 20)}M {directory}, or lower pool.size"
-        yield Finding("pool space", Verdict.BAD, what, remedy)
-    else:
-        yield Finding("pool space", Verdict.OK, what)
-    if host.pool_backend == "shm" and (available := _meminfo(host, "MemAvailable")) is not None and need > available:
-        what = f"{human_bytes(available)} of memory are available, the pool wants {human_bytes(need)} more"
-        yield Finding("memory", Verdict.BAD, what, "lower pool.size, or free memory: the kernel would kill processes instead")
-
-
-def _check_device(path: str) -> Finding:
-    try:
-        fd = devdax.open_device(path, os.O_RDONLY)
-    except MaruError as e:
-        return Finding("pool space", Verdict.BAD, e.what, e.remedy)
-    try:
-        return Finding("pool space", Verdict.OK, f"{path} is a DAX device of {human_bytes(medium_bytes(fd))}")
-    finally:
-        os.close(fd)
-
-
-def _meminfo(host: Host, field: str) -> int | None:
-    for line in (host.read("/proc/meminfo") or "").splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    return None
-
-
 def check_memlock(host: Host) -> Iterator[Finding]:
     """CUDA pins the pool for the copy engine, within RLIMIT_MEMLOCK of an unprivileged process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or host.uid == 0:
         yield Finding("memlock limit", Verdict.OK, "unlimited" if soft == resource.RLIM_INFINITY else "root is not bound by it")
-    elif soft < host.pool_bytes:
-        what = (
-            f"RLIMIT_MEMLOCK is {human_bytes(soft)}, the pool {human_bytes(host.pool_bytes)}: it may not be pinned for the GPU"
-        )
+    elif soft < (wanted := pool_bytes(host)):
+        what = f"RLIMIT_MEMLOCK is {human_bytes(soft)}, the pool {human_bytes(wanted)}: it may not be pinned for the GPU"
         yield Finding("memlock limit", Verdict.WARN, what, "LimitMEMLOCK=infinity in the unit, or `ulimit -l unlimited`")
     else:
         yield Finding("memlock limit", Verdict.OK, human_bytes(soft))
@@ -171,7 +81,7 @@ def check_huge_pages(host: Host) -> Iterator[Finding]:
 
 
 def _meminfo_count(host: Host, field: str) -> int:
-    value = _meminfo(host, field)
+    value = host.meminfo(field)
     return 0 if value is None else value // 1024
 
 
@@ -294,7 +204,11 @@ def check_socket(host: Host) -> Iterator[Finding]:
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        yield Finding("control socket", Verdict.OK, f"{path} does not exist: no sidecar runs there")
+        if os.path.isdir(directory := os.path.dirname(path)) or directory == user_directory():
+            yield Finding("control socket", Verdict.OK, f"{path} does not exist: no sidecar runs there")
+        else:
+            what = f"the directory of {path} does not exist"
+            yield Finding("control socket", Verdict.BAD, what, f"create {directory}, or set control.socket to another path")
         return
     except OSError as e:
         yield Finding(
@@ -326,31 +240,30 @@ def _answers(path: str) -> bool:
     return True
 
 
-def check_pool_file(host: Host) -> Iterator[Finding]:
-    path = host.pool_path
+def check_server(host: Host) -> Iterator[Finding]:
+    """Does the metadata server answer this node's token? Nothing is registered there: it is only pinged."""
+    if not host.server:
+        yield Finding("metadata server", Verdict.OK, "none configured: the pool is not shared")
+        return
+    from maru_server.extra import REMEDY
+
     try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        directory = os.path.dirname(path)
-        if os.path.isdir(directory) and not os.access(directory, os.W_OK):
-            what = f"{path} does not exist and {directory} is closed to this user"
-            yield Finding("pool file", Verdict.BAD, what, "run as the sidecar's user, or set pool.path")
-        else:
-            yield Finding("pool file", Verdict.OK, f"{path} does not exist yet")
+        from maru_server.auth import read_token
+        from maru_server.connection import Connection
+        from maru_server.protocol import Ping
+    except ImportError as e:
+        yield Finding("metadata server", Verdict.BAD, f"its client cannot be imported ({e})", REMEDY)
         return
-    except OSError as e:
-        yield Finding("pool file", Verdict.BAD, f"{path}: {e.strerror}", "run as the sidecar's user, or set pool.path")
-        return
-    mode = f"{path} (mode {stat.S_IMODE(found.st_mode):04o}, uid {found.st_uid})"
-    if not os.access(path, os.R_OK | os.W_OK):
-        yield Finding(
-            "pool file", Verdict.BAD, f"{mode} is closed to this user", f"run as uid {found.st_uid}, or set pool.path"
-        )
-    elif stat.S_IMODE(found.st_mode) & 0o007:
-        what = f"{mode} is open to every local user: cached prompts can be read or forged"
-        yield Finding("pool file", Verdict.WARN, what, f"chmod o= {path}")
+    try:
+        connection = Connection(host.server, read_token(host.token_file or None))
+        try:
+            connection.call(Ping(), SERVER_TIMEOUT_MS)
+        finally:
+            connection.close()
+    except MaruError as e:
+        yield Finding("metadata server", Verdict.BAD, e.what, e.remedy)
     else:
-        yield Finding("pool file", Verdict.OK, mode)
+        yield Finding("metadata server", Verdict.OK, f"{host.server} answers")
 
 
 def check_remove_ipc(host: Host) -> Iterator[Finding]:
@@ -401,8 +314,9 @@ def check_segments(_host: Host) -> Iterator[Finding]:
                 "segments", Verdict.WARN, f"{name} is stale: sidecar and engine are dead", "maru-sidecar doctor --fix"
             )
         elif state is Liveness.AWAITED:
-            what = f"{name}: its sidecar is dead, its engine lives"
-            yield Finding("segments", Verdict.WARN, what, "start the sidecar: it honours the leases and removes the segment")
+            what = f"{name}: of an earlier sidecar; its engine lives"
+            remedy = "a running sidecar honours its leases and then removes it; start one if none runs"
+            yield Finding("segments", Verdict.WARN, what, remedy)
         elif state is Liveness.ELSEWHERE:
             what = f"{name}: no such process here, but its beat is fresh (a sidecar in another pid namespace)"
             yield Finding("segments", Verdict.OK, what)
@@ -412,6 +326,7 @@ def check_segments(_host: Host) -> Iterator[Finding]:
 
 
 CHECKS: Sequence[Callable[[Host], Iterator[Finding]]] = (
-    check_kernel, check_python, check_memory_ordering, check_pool_space, check_pool_file, check_huge_pages, check_numa,
-    check_memlock, check_descriptors, check_ptrace, check_cuda, check_socket, check_fd_store, check_remove_ipc, check_segments,
+    check_kernel, check_python, check_memory_ordering, check_pool_space, check_pool_file, check_pool_contents, check_server,
+    check_huge_pages, check_numa, check_memlock, check_descriptors, check_ptrace, check_cuda, check_socket, check_fd_store,
+    check_remove_ipc, check_segments,
 )  # fmt: skip

@@ -129,7 +129,7 @@ def _http(address: str, sidecar: Sidecar) -> Iterator[None]:
 
     def healthy() -> tuple[bool, str]:
         health = sidecar.health()
-        return health.good, health.reason
+        return health.good, health.text if health.reason else ""
 
     def version() -> dict[str, object]:
         return {"version": __version__, "protocol": M.PROTOCOL, "pid": os.getpid(), "instance": sidecar.instance}

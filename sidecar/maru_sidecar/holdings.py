@@ -73,6 +73,7 @@ class Holdings:
             ns.link(chunk)
             ns.incomplete += 1
         chunk.slabs = (*chunk.slabs[: header.rank], slab, *chunk.slabs[header.rank + 1 :])
+        chunk.summed |= (header.checksum is not None) << header.rank
         chunk.missing -= 1
         chunk.used = max(chunk.used, used)
         if chunk.missing == 0:

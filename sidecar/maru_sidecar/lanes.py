@@ -21,6 +21,7 @@ from maru_sidecar.directory import Directory
 from maru_sidecar.loader import Loader
 from maru_sidecar.pool import PoolFile
 from maru_sidecar.sharing.slabs import SharedSlabs
+from maru_sidecar.slab_reader import SlabReader
 from maru_sidecar.store_queue import PendingChunks, Writer
 from maru_sidecar.transfer.base import KvTarget, Peer, TransferEngine
 from maru_sidecar.transfer.cpu import CpuTransfer
@@ -122,9 +123,9 @@ class Lanes:
     def _make(self, device: str, name: str, transfer: TransferEngine, *, own: bool) -> Lane:
         c = self._config
         checked = c.checksum == "on" or (c.checksum == "auto" and transfer.name == "cpu")
-        checker = SlabChecker(self._pool, self._directory) if checked else None
+        checker = SlabChecker(self._pool) if checked else None
         loader = Loader(
-            f"maru-loader-{name}", self._directory, checker,
+            f"maru-loader-{name}", self._directory, SlabReader(self._pool), checker,
             slice_bytes=c.slice_bytes, bytes_in_flight=c.bytes_in_flight, fence_timeout_s=c.fence_timeout_s,
             shared=self._shared,
         )  # fmt: skip

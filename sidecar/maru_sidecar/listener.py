@@ -12,8 +12,10 @@ import grp
 import hashlib
 import os
 import socket
+import stat
 
 from maru_shm.errors import ConfigError, SocketBusy
+from maru_shm.socket_path import user_directory
 from maru_sidecar.config import Control
 
 
@@ -71,12 +73,19 @@ class Listener:
 def _lock(path: str) -> int:
     directory = os.path.dirname(path)
     try:
-        os.makedirs(directory, mode=0o755, exist_ok=True)
-        owner = os.stat(directory).st_uid
+        if directory == user_directory():  # any other is the operator's to make: a typing error must not leave directories
+            os.makedirs(directory, mode=0o755, exist_ok=True)
+        try:
+            owner = os.stat(directory).st_uid
+        except FileNotFoundError as e:
+            raise ConfigError(
+                f"control socket {path}: the directory {directory} does not exist", "create it, or choose another socket"
+            ) from e
         if os.geteuid() != 0 and owner not in (os.geteuid(), 0):  # whoever owns it could put a socket of theirs in our place
             raise ConfigError(
                 f"control socket {path}: uid {owner} owns its directory", "choose one of the sidecar's user or root"
             )
+        _refuse_file(path)
         while (fd := _take_lock(path)) is None:
             pass
     except OSError as e:
@@ -123,6 +132,13 @@ def _is_live(path: str) -> bool:
     return True
 
 
+def _refuse_file(path: str) -> None:
+    """A socket that nobody serves is replaced; what is no socket is somebody's file, and is never removed."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ConfigError(f"control socket {path}: what lies there is no socket", "remove it, or choose another path")
+
+
 def _listen(config: Control) -> socket.socket:
     path = config.socket
     with contextlib.ExitStack() as undo:
@@ -132,6 +148,7 @@ def _listen(config: Control) -> socket.socket:
             group = grp.getgrnam(config.group).gr_gid if config.group else -1
             if _is_live(path):
                 raise _busy(path)
+            _refuse_file(path)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)  # stale: we hold the lock
             before = os.umask(0o177)  # nobody connects before mode and group are right

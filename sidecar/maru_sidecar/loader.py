@@ -7,18 +7,17 @@ passed only by those that are shorter by more than it could have copied, at 8 Gi
 
 *Fence.* A load whose fence has not been reached is passed over, so it blocks no other; after ``fence_timeout_s`` it fails.
 
-*Shared pools.* Slabs of other nodes cannot be pinned here: each is checked against its key before the copy and looked at again
-after it (``sharing/slabs.py``); one that vanished ends the load there, as a miss.
-
-*Checksums.* Where a slab has one and the engine is on the CPU, the bytes are hashed before they are copied (xxh3-64, 30 GB/s
-without the GIL). A mismatch drops the slab from the pool and fails the load there: a wrong byte is never served.
+*Checks.* Every slab is checked against its key before the copy and looked at again after it (``slab_reader.py``), whatever
+moves its bytes. Where it has a checksum and the engine is on the CPU, the bytes are hashed before they are copied (xxh3-64,
+30 GB/s without the GIL). A mismatch of any kind drops the slab from the pool and fails the load there: a wrong byte is never
+served. Slabs of other nodes (``sharing/slabs.py``) cannot be pinned here; one that was reused is a miss.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +29,7 @@ from maru_sidecar.checksum import SlabChecker
 from maru_sidecar.copy_thread import CopyThread, Flight, Job
 from maru_sidecar.directory import Acquired, Directory
 from maru_sidecar.sharing.slabs import MixedSlabs, SharedSlabs
+from maru_sidecar.slab_reader import SlabReader
 
 AGEING = 8 << 30  #: bytes per second of waiting
 
@@ -46,6 +46,7 @@ class LoadJob(Job):
     part: int = 0
     parts: int = 1
     torn: bool = False  #: a slice failed: what lands after it completes nothing
+    checksums: list[int | None] = field(default_factory=list)  #: of the chunks before ``stop``, as their sound headers had them
     found: int = 0
     acquired: Acquired | MixedSlabs | None = None
     offsets: npt.NDArray[np.uint64] | None = None
@@ -78,6 +79,7 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
         self,
         name: str,
         directory: Directory,
+        reader: SlabReader,
         checker: SlabChecker | None,
         *,
         slice_bytes: int,
@@ -87,6 +89,7 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
     ) -> None:
         super().__init__(name, slice_bytes, bytes_in_flight, fence_timeout_s)
         self._directory = directory
+        self._reader = reader
         self._shared = shared
         self._checker = checker
         self.quiet = threading.Event()
@@ -162,15 +165,15 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
         start, whole = job.next, self._slice_chunks(job)
         stop = min(job.found, start + whole * port.target.parts)
         job.parts = max(1, min(port.target.parts, -(-(stop - start) // whole)))
-        if self._shared is not None:
-            sound = self._shared.leading_sound(job.acquired.refs[start:stop], start, port, request)
-            if start + sound < stop:
-                job.error, stop = L.Code.NOT_FOUND, start + sound
+        refs = job.acquired.refs[start:stop]
+        keys = request.keys[start * L.KEY_BYTES : stop * L.KEY_BYTES]
+        good, checksums = self._reader.leading_sound(refs, port.namespace, keys, rank=port.rank, nbytes=port.slab_bytes)
         if self._checker is not None:
-            good = self._checker.leading_good(job.acquired.refs[start:stop], port.slab_bytes)
-            if start + good < stop:
-                dropped = self._directory.drop(port.namespace, request.key(start + good), port.rank)
-                job.error, stop = L.Code.CHECKSUM if dropped else L.Code.NOT_FOUND, start + good
+            good = self._checker.leading_good(refs[:good], checksums, port.slab_bytes)
+        job.checksums += checksums[:good]
+        if start + good < stop:
+            stop = start + good
+            job.error = self._give_up(job, stop)
         if job.error is not None:
             job.parts = 1  # nothing is submitted after this
         job.stop = stop
@@ -186,16 +189,33 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
         if flight.last and not job.torn and flight.start == job.done:
             job.done = self._intact_until(flight)  # leading: nothing before it is missing
             if job.done < flight.stop:
-                job.error = job.error or L.Code.NOT_FOUND
+                code = self._give_up(job, job.done)
+                job.error = job.error or code
         failpoints.hit("load.after_copy")
         self._settle_if_over(job)
 
     def _intact_until(self, flight: LoadFlight) -> int:
-        """The first chunk of a landed slice that was reused during the copy; its end if there is none."""
-        if self._shared is None or flight.job.acquired is None:
-            return flight.stop
-        refs = flight.job.acquired.refs[flight.start : flight.stop]
-        return flight.start + self._shared.leading_intact(refs, flight.job.port.slab_bytes, self._checker)
+        """The first chunk of a landed slice that was touched during the copy; its end if there is none."""
+        job, start, stop = flight.job, flight.start, flight.stop
+        assert job.acquired is not None
+        refs = job.acquired.refs[start:stop]
+        if self._shared is not None and self._checker is not None:
+            for i, foreign in enumerate(self._shared.foreign(refs)):
+                wanted = job.checksums[start + i : start + i + 1]
+                if foreign and not self._checker.leading_good(refs[i : i + 1], wanted, job.port.slab_bytes):
+                    refs = refs[:i]
+                    break
+        return start + self._reader.leading_unchanged(refs)
+
+    def _give_up(self, job: LoadJob, i: int) -> L.Code:
+        """Slab ``i`` is not what it was taken for: it is a miss from here on. Returns the load's answer."""
+        assert job.acquired is not None
+        port, ref = job.port, job.acquired.refs[i]
+        if self._directory.drop(port.namespace, job.ticket.request.key(i), port.rank, slab=ref.header):
+            return L.Code.CHECKSUM
+        if self._shared is not None:
+            self._shared.vanished += 1
+        return L.Code.NOT_FOUND
 
     def _answer(self, job: LoadJob) -> None:
         if job.acquired is not None:

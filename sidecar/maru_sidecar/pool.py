@@ -20,7 +20,6 @@ import fcntl
 import mmap
 import os
 import stat
-import struct
 import time
 from dataclasses import replace
 from typing import Literal
@@ -34,18 +33,20 @@ from maru_sidecar.pool_create import Progress, check_space, create, plan, size_f
 from maru_sidecar.pool_header import (
     PoolHeader,
     boot_id,
+    init_command,
     is_blank,
     map_medium,
     medium_bytes,
     read_header,
     read_magic,
+    refuse_place,
+    unopenable,
     write_header,
 )
-from maru_sidecar.pool_lock import PoolLock, flock, is_at
+from maru_sidecar.pool_lock import FLOCK, PoolLock, is_at
 from maru_sidecar.transfer.base import PoolMapping
 
 SHM_DIR = "/dev/shm"
-_FLOCK = struct.Struct("@hhqqi4x")  #: C's struct flock: type, whence, start, length, pid
 
 
 class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +95,7 @@ class PoolFile:
         self.filesystem = hostmemory.filesystem_of(lock_fd)
         self._header = header
         self._lock_fd = lock_fd
-        self._guard: PoolLock | None = None  #: None on a device
+        self._guard: PoolLock | None = None  #: None until it is open
         fd = _reopen(lock_fd, os.O_RDWR)
         try:
             self._mmap = map_medium(fd, header.pool_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -127,13 +128,10 @@ class PoolFile:
         """
         path = spec.file_path
         if spec.backend == "devdax" or devdax.is_device(path):
-            return cls._open_initialised(spec, path, None)
+            return cls._open_initialised(spec, path)
         if spec.shared:
             os.close(open_existing(path, os.O_RDONLY))  # what is not there has no lock
-            with PoolLock(path, spec.mode, fcntl.LOCK_SH) as guard:
-                pool = cls._open_initialised(spec, path, guard)
-                pool._guard = guard.keep()
-                return pool
+            return cls._open_initialised(spec, path)
         with PoolLock(path, spec.mode) as guard:
             pool = cls._open_own(spec, path, progress, guard)
             pool._guard = guard.keep()
@@ -163,11 +161,16 @@ class PoolFile:
         raise PoolBusy(f"pool {path} keeps being replaced", "stop the other process that creates it")
 
     @classmethod
-    def _open_initialised(cls, spec: PoolSpec, path: str, guard: PoolLock | None) -> PoolFile:
-        """Open a pool that an operator initialised: a shared one, to which nothing is written, or one on a device.
+    def _open_initialised(cls, spec: PoolSpec, path: str) -> PoolFile:
+        """Open a pool that an operator initialised: a shared one, to which nothing is written, or one on a device."""
+        kind = fcntl.LOCK_SH if spec.shared else fcntl.LOCK_EX
+        with PoolLock(path, spec.mode, kind, beside=not devdax.is_device(path)) as guard:
+            pool = cls._open_locked(spec, path, guard)
+            pool._guard = guard.keep()
+            return pool
 
-        ``guard``: its lock; None on a device.
-        """
+    @classmethod
+    def _open_locked(cls, spec: PoolSpec, path: str, guard: PoolLock) -> PoolFile:
         if spec.backend == "devdax" and not devdax.is_device(path):
             raise PoolError(
                 f"pool.backend is devdax, and {path} is no character device", "name a /dev/daxX.Y, or set backend file"
@@ -179,10 +182,7 @@ class PoolFile:
                     "pool.coherence is 'flush': writing caches back needs a native helper that this release does not have",
                     "use memory that the hardware keeps coherent between hosts, or one host, with 'hardware'",
                 )
-            if guard is not None:
-                guard.confirm(fd)
-            else:
-                flock(fd, path, fcntl.LOCK_SH if spec.shared else fcntl.LOCK_EX)
+            guard.confirm(fd)
             if os.fstat(fd).st_uid not in (os.geteuid(), 0):
                 raise PoolError(
                     f"pool {path} belongs to uid {os.fstat(fd).st_uid}, neither to {os.geteuid()} nor to root",
@@ -204,7 +204,7 @@ class PoolFile:
         """
         name = f"fd {fd} ({_target(fd)})"
         if devdax.of(fd) is not None:
-            return cls._open_initialised(spec, spec.file_path, None)  # it is at its path for as long as the machine has it
+            return cls._open_initialised(spec, spec.file_path)  # it is at its path for as long as the machine has it
         with PoolLock(spec.file_path, spec.mode) as guard:
             own = _reopen(fd, os.O_RDWR)
             try:
@@ -228,7 +228,7 @@ class PoolFile:
                 if header.flags & F.FLAG_SHARED:
                     raise PoolError(f"pool {name} is shared", "set pool.shared = true, or name another path")
                 if header.flags & F.FLAG_CREATING:
-                    check_space(fd, fs, header.pool_bytes - os.fstat(fd).st_blocks * 512, name)
+                    check_space(fd, fs, header.pool_bytes - os.fstat(fd).st_blocks * 512, spec, name)
                     header, warnings = size_file(fd, header, spec, name, progress)
             _check_matches(fd, header, spec, name)
             return cls._take(fd, header, spec, warnings)
@@ -284,9 +284,9 @@ class PoolFile:
         It proves that an earlier process of this name, here, is dead. Raises :class:`PoolBusy`.
         """
         at = (1 << 62) + int.from_bytes(F.node_id(name)[:7], "little")
-        fd = self._guard.fd if self._guard is not None else self._lock_fd
+        fd = self._guard.fd if self._guard is not None and self._guard.fd >= 0 else self._lock_fd
         try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0))
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0))
         except OSError as e:
             if e.errno not in (errno.EAGAIN, errno.EACCES):
                 raise PoolError(f"pool {self.spec.file_path}: {e.strerror}", "the filesystem must support file locks") from e
@@ -351,9 +351,7 @@ def _open_or_create(path: str, spec: PoolSpec) -> tuple[int, bool]:
     except FileExistsError:  # somebody was faster
         return _open_or_create(path, spec)
     except OSError as e:
-        raise PoolError(
-            f"pool {path}: {e.strerror}", "check that the directory exists and the sidecar's user may write it"
-        ) from e
+        raise unopenable(path, e) from e
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode):
         os.close(fd)
@@ -371,29 +369,30 @@ def open_existing(path: str, access: int = os.O_RDWR) -> int:
     """A descriptor of a regular file or DAX device that is there. Raises :class:`PoolError`."""
     if devdax.is_device(path):
         return devdax.open_device(path, access)
+    refuse_place(path)
     try:
-        fd = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for its other end
+    except FileNotFoundError as e:
+        raise PoolError(f"pool {path}: {e.strerror}", f"initialise it first: {init_command(path)}") from e
     except OSError as e:
-        raise PoolError(f"shared pool {path}: {e.strerror}", "initialise it first: maru-sidecar pool init") from e
+        raise unopenable(path, e) from e
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise PoolError(
-            f"shared pool {path} is no regular file and no DAX device", "name a file on tmpfs, fsdax or a filesystem"
-        )
+        raise PoolError(f"pool {path} is no regular file and no DAX device", "name a file on tmpfs, fsdax or a filesystem")
     return fd
 
 
 def _read_initialised(fd: int, spec: PoolSpec, name: str) -> PoolHeader:
     """The header of a pool that must have been initialised for what ``spec`` wants. Raises :class:`PoolError`."""
     if spec.recreate:
-        raise PoolError(f"pool {name} is not recreated by a sidecar", "empty it with maru-sidecar pool clear")
+        raise PoolError(f"pool {name} is not recreated by a sidecar", f"empty it with maru-sidecar pool clear {name}")
     header = read_header(fd, name)
     if header.flags & F.FLAG_CREATING:
-        raise PoolError(f"pool {name} is half initialised", "maru-sidecar pool init, once more")
+        raise PoolError(f"pool {name} is half initialised", f"once more: {_anew(name)}")
     if spec.shared and not header.flags & F.FLAG_SHARED:
-        raise PoolError(f"pool {name} was not initialised for sharing", "maru-sidecar pool init, or pool.shared = false")
+        raise PoolError(f"pool {name} was not initialised for sharing", f"{_anew(name)}; or set pool.shared = false")
     if not spec.shared and header.flags & F.FLAG_SHARED:
-        raise PoolError(f"pool {name} is shared", "set pool.shared = true, or maru-sidecar pool init --own")
+        raise PoolError(f"pool {name} is shared", f"set pool.shared = true; or make one's own of it: {_anew(name, '--own')}")
     check_extent(fd, header, name)
     if spec.region_size and spec.region_size != header.region_bytes:
         raise PoolError(
@@ -401,6 +400,25 @@ def _read_initialised(fd: int, spec: PoolSpec, name: str) -> PoolHeader:
             "leave pool.region_size out: it is the header's",
         )
     return header
+
+
+def check_usable(fd: int, spec: PoolSpec, name: str) -> PoolHeader:
+    """The header of a pool that is there, if a sidecar would open it for ``spec`` as it is. Raises as :meth:`PoolFile.open`."""
+    if spec.shared or devdax.of(fd) is not None:
+        return _read_initialised(fd, spec, name)
+    header = read_header(fd, name)
+    if header.flags & F.FLAG_SHARED:
+        raise PoolError(f"pool {name} is shared", "set pool.shared = true, or name another path")
+    if not (header.flags & F.FLAG_CREATING or spec.recreate):  # else it is resumed, or made anew
+        _check_matches(fd, header, spec, name)
+    return header
+
+
+def _anew(path: str, *options: str) -> str:
+    """How to make a pool where there is one: a file is removed first, so that nothing is lost by a slip of the pen."""
+    if devdax.is_device(path):
+        return f"{init_command(path, *options, '--overwrite')} (what it holds is lost)"
+    return f"remove the file, then {init_command(path, *options)}"
 
 
 def check_extent(fd: int, header: PoolHeader, name: str) -> None:

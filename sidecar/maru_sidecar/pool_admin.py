@@ -8,11 +8,12 @@ from here: stopping them first is the operator's part.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,9 +31,10 @@ from maru_sidecar.pool_header import (
     plan_regions,
     read_header,
     read_page,
+    unopenable,
     write_header,
 )
-from maru_sidecar.pool_lock import PoolLock, flock
+from maru_sidecar.pool_lock import PoolLock
 from maru_sidecar.sharing import owner
 from maru_sidecar.slab_header import region_layout
 
@@ -75,7 +77,7 @@ def _initialise_file(spec: PoolSpec, guard: PoolLock) -> PoolHeader:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if created else 0), mode)
     except OSError as e:
-        raise PoolError(f"pool {path}: {e.strerror}", "check that the directory exists and may be written") from e
+        raise unopenable(path, e) from e
     try:
         guard.confirm(fd)
         if (present := os.fstat(fd).st_size) != 0:
@@ -91,24 +93,23 @@ def _initialise_file(spec: PoolSpec, guard: PoolLock) -> PoolHeader:
 
 def _initialise_device(spec: PoolSpec, *, overwrite: bool) -> PoolHeader:
     path = spec.path
-    fd = devdax.open_device(path, os.O_RDWR)
-    try:
-        flock(fd, path, fcntl.LOCK_EX)
+    with ExitStack() as held:
+        fd = devdax.open_device(path, os.O_RDWR)
+        held.callback(os.close, fd)
+        held.enter_context(PoolLock(path, spec.mode, beside=False)).confirm(fd)
         there = medium_bytes(fd)
         if spec.size > there:
             raise PoolTooLarge(f"a pool of {spec.size} bytes on {path}, which has {there}", "leave --size out, or lower it")
         page = read_page(fd)
         if any(page) and not overwrite:
             what = "a pool already" if int.from_bytes(page[:8], "little") == F.POOL_MAGIC else "data, and not of a pool"
-            remedy = "pool clear empties a pool; pool init --overwrite makes a new one, and what is there is lost"
+            remedy = f"maru-sidecar pool clear {path} empties a pool; --overwrite makes a new one, and what is there is lost"
             raise PoolError(f"DAX device {path} holds {what}", remedy)
         unit = hostmemory.filesystem_of(fd).region_unit
         region, n = plan_regions(spec.size or there, spec.region_size, unit)
         flags = F.FLAG_CREATING | (F.FLAG_SHARED if spec.shared else 0)
         header = PoolHeader(flags, uuid.uuid4().bytes, n * region, region, n, time.time_ns(), boot_id(), 0, 0)
         return _empty(fd, header)
-    finally:
-        os.close(fd)
 
 
 def _empty(fd: int, header: PoolHeader) -> PoolHeader:
@@ -160,24 +161,29 @@ def clear(path: str) -> PoolHeader:
 
     Raises :class:`~maru_shm.errors.PoolBusy` while a sidecar of this machine uses it.
     """
-    if devdax.is_device(path):
-        return _clear(path, None)
-    os.close(open_existing(path, os.O_RDONLY))  # what is not there has no lock
-    with PoolLock(path, 0o660) as guard:
-        return _clear(path, guard)
+    with _clearable(path) as (fd, header):
+        return _empty(fd, replace(header, uuid=uuid.uuid4().bytes))
 
 
-def _clear(path: str, guard: PoolLock | None) -> PoolHeader:
-    fd = open_existing(path)
-    try:
-        if guard is not None:
-            guard.confirm(fd)
-        else:
-            flock(fd, path, fcntl.LOCK_EX)
+def check_clearable(path: str) -> None:
+    """Raise what :func:`clear` would raise now, and change nothing: before somebody is asked whether to go on."""
+    with _clearable(path):
+        pass
+
+
+@contextmanager
+def _clearable(path: str) -> Iterator[tuple[int, PoolHeader]]:
+    """A pool that may be emptied, locked: its descriptor and header."""
+    with ExitStack() as held:
+        beside = not devdax.is_device(path)
+        if beside:
+            os.close(open_existing(path, os.O_RDONLY))  # what is not there has no lock
+        guard = held.enter_context(PoolLock(path, 0o660, beside=beside))
+        fd = open_existing(path)
+        held.callback(os.close, fd)
+        guard.confirm(fd)
         header = read_header(fd, path)
         if not header.flags & F.FLAG_SHARED and devdax.of(fd) is None:
             raise PoolError(f"pool {path} is not shared", "use `maru-sidecar cache clear`, or run with --pool-recreate")
         check_extent(fd, header, path)
-        return _empty(fd, replace(header, uuid=uuid.uuid4().bytes))
-    finally:
-        os.close(fd)
+        yield fd, header

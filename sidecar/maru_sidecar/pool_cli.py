@@ -82,6 +82,7 @@ def clear(path: str, fmt: Format, *, yes: bool) -> None:
     from maru_sidecar import pool_admin
 
     if not yes:
+        pool_admin.check_clearable(path)
         click.confirm(f"Forget everything in {path}? Sidecars of other machines must have been stopped", abort=True, err=True)
     header = pool_admin.clear(path)
     echo_json({"uuid": header.uuid.hex()}) if fmt == "json" else click.echo(f"{path}: empty, now pool {header.uuid.hex()}")

@@ -30,13 +30,19 @@ _SLICE = GiB  #: fallocate step, so that progress can be told: about 0.5 s with 
 Progress = Callable[[int, int], None]
 
 
-def check_space(fd: int, fs: hostmemory.Filesystem, wanted: int, name: str) -> None:
+def check_space(fd: int, fs: hostmemory.Filesystem, wanted: int, spec: PoolSpec, name: str) -> None:
     """Preflight: a clear answer before minutes of allocation. ``posix_fallocate`` still has the last word."""
     free = hostmemory.free_bytes(fd, fs)
     if free is not None and wanted > free:
-        raise PoolTooLarge(_no_room(name, wanted, free), f"lower pool.size or enlarge the filesystem ({fs.kind or 'memfd'})")
+        remedy = f"lower {_size_setting(spec)}, or enlarge the filesystem ({fs.kind or 'memfd'})"
+        raise PoolTooLarge(_no_room(name, wanted, free), remedy)
     if fs.uses_ram and wanted > (ram := hostmemory.available_ram()):
-        raise PoolTooLarge(_no_room(name, wanted, ram), "lower pool.size: the machine has no more memory")
+        raise PoolTooLarge(_no_room(name, wanted, ram), f"lower {_size_setting(spec)}: the machine has no more memory")
+
+
+def _size_setting(spec: PoolSpec) -> str:
+    """What the size came from: shared pools are made by `pool init` alone."""
+    return "--size" if spec.shared else "pool.size"
 
 
 def _no_room(name: str, wanted: int, free: int) -> str:
@@ -51,7 +57,7 @@ def create(
         region, n = plan(fs, spec)
         flags = F.FLAG_CREATING | (F.FLAG_SHARED if spec.shared else 0)
         header = PoolHeader(flags, uuid.uuid4().bytes, n * region, region, n, time.time_ns(), boot_id(), 0, 0)
-        check_space(fd, fs, header.pool_bytes, name)
+        check_space(fd, fs, header.pool_bytes, spec, name)
         write_header(fd, header)
         return size_file(fd, header, spec, name, progress)
     except BaseException:
@@ -86,7 +92,7 @@ def size_file(
         if e.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
             raise PoolError(f"pool {name} of {total} bytes: {e.strerror}", "check the filesystem") from e
         free = hostmemory.free_bytes(fd, hostmemory.filesystem_of(fd)) or 0
-        raise PoolTooLarge(_no_room(name, total, free), "lower pool.size or enlarge the filesystem") from e
+        raise PoolTooLarge(_no_room(name, total, free), f"lower {_size_setting(spec)}, or enlarge the filesystem") from e
     if progress is not None:
         progress(total, total)
     header = replace(header, flags=header.flags & ~F.FLAG_CREATING)

@@ -84,9 +84,34 @@ def plan_regions(size: int, region_size: int, page_bytes: int = F.DATA_ALIGN) ->
     if size < 2 * region:
         raise PoolError(
             f"pool of {size} bytes holds {max(size, 0) // region} regions of {region} bytes",
-            f"at least 2 are needed: make it {2 * region} bytes or more, or lower region_size",
+            f"at least 2 are needed: make it {2 * region} bytes or more, or its regions smaller",
         )
     return region, size // region
+
+
+def unopenable(path: str, error: OSError) -> PoolError:
+    """The error for a pool's file that cannot be opened or made, with the remedy for its reason."""
+    remedies = {
+        errno.ENOENT: f"create the directory {os.path.dirname(path)}",
+        errno.EISDIR: f"name a file in it, e.g. {path}/maru-pool",
+        errno.ELOOP: "it is a symbolic link, and none is followed: name the file itself",
+        errno.EACCES: "run as the user whose pool it is, or name another path",
+        errno.EROFS: "name a path on a filesystem that can be written",
+    }
+    return PoolError(f"pool {path}: {error.strerror}", remedies.get(error.errno or 0, "name another path"))
+
+
+def refuse_place(path: str) -> None:
+    """Raise :class:`PoolError` where no pool can lie: on a directory, in one that is not there."""
+    code = errno.EISDIR if os.path.isdir(path) else 0 if os.path.isdir(os.path.dirname(path)) else errno.ENOENT
+    if code:
+        raise unopenable(path, OSError(code, os.strerror(code)))
+
+
+def init_command(path: str, *options: str) -> str:
+    """The command that makes a pool at ``path``."""
+    size = () if devdax.is_device(path) else ("--size SIZE",)
+    return " ".join(("maru-sidecar pool init", *options, path, *size))
 
 
 def medium_bytes(fd: int) -> int:
@@ -127,7 +152,8 @@ def read_magic(fd: int, name: str) -> bytes:
     if len(raw) < F.HEADER_BYTES or struct.unpack_from("<Q", raw)[0] != F.POOL_MAGIC:
         if devdax.of(fd) is not None:
             raise PoolError(
-                f"DAX device {name} holds no maru pool", "maru-sidecar pool init makes one; a sidecar never does on a device"
+                f"DAX device {name} holds no maru pool",
+                f"{init_command(name)} makes one (--own: for one sidecar alone); a sidecar never does on a device",
             )
         raise PoolError(
             f"{name} is a file of {os.fstat(fd).st_size} bytes that is no maru pool", "name another path, or remove it"
@@ -146,7 +172,8 @@ def read_header(fd: int, name: str) -> PoolHeader:
     except (PoolCorrupt, PoolVersionMismatch) as e:
         if devdax.of(fd) is None:
             raise
-        raise type(e)(e.what, "maru-sidecar pool init --overwrite makes a new pool; what is on the device is lost") from None
+        remedy = f"{init_command(name, '--overwrite')} makes a new pool; what is on the device is lost"
+        raise type(e)(e.what, remedy) from None
 
 
 def write_header(fd: int, header: PoolHeader) -> None:

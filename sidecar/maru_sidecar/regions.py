@@ -29,7 +29,7 @@ from maru_shm.atomics import order_fence
 from maru_shm.errors import PoolCorrupt, PoolError
 from maru_sidecar.pool import PoolFile
 from maru_sidecar.sharing.rights import WholePool, WriteRights
-from maru_sidecar.slab_header import SlabHeader, crc_good, decode, encode, region_layout, slab_offset
+from maru_sidecar.slab_header import SlabHeader, decode, encode, region_layout, slab_offset
 
 _STATE_BITS = 8
 _GENERATION_MASK = (1 << 56) - 1
@@ -141,6 +141,10 @@ class RegionTable:
 
     def region_of(self, slab: int) -> Region:
         return self._regions[slab // self.region_bytes]
+
+    def stride_of(self, index: int) -> int:
+        """Bytes from slab to slab in a region; 0 while it is not formatted."""
+        return self._regions[index].stride
 
     def data_offset(self, slab: int) -> int:
         """Where the slab's data starts, bytes from the pool's start."""
@@ -296,8 +300,21 @@ class RegionTable:
         headers["state"] = generation << _STATE_BITS | F.SlabState.FREE
         failpoints.hit("region.after_headers")
         order_fence()
-        raw = F.with_crc(F.REGION_HEADER.pack(F.REGION_MAGIC, F.FORMAT, 0, stride, stride, n, data_offset))
+        self._write_region_header(region)
+
+    def _write_region_header(self, region: Region) -> None:
+        raw = F.with_crc(
+            F.REGION_HEADER.pack(F.REGION_MAGIC, F.FORMAT, 0, region.stride, region.stride, region.n_slabs, region.data_offset)
+        )
         self._bytes[region.base : region.base + len(raw)] = raw
+
+    def mend(self, slab: int) -> None:
+        """Store the header of a slab's region again if it was damaged: sound slabs in it, and later ones, are readable then."""
+        region = self.region_of(slab)
+        raw = bytes(self._bytes[region.base : region.base + F.REGION_HEADER.size + F.CRC.size])
+        layout = region_layout(raw, self.region_bytes)
+        if layout != (region.stride, region.n_slabs, region.data_offset) and self._rights.may_write(region.index):
+            self._write_region_header(region)
 
     def _headers(self, region: Region) -> npt.NDArray[Any]:
         return np.frombuffer(self._bytes, F.SLAB_HEADER, region.n_slabs, region.base + F.HEADER_BYTES)
@@ -369,7 +386,7 @@ class RegionTable:
         for number in np.flatnonzero(sound).tolist():
             slab = _slab(region, number)
             packed = bytes(self._bytes[slab : slab + F.SLAB_HEADER_BYTES])
-            if crc_good(packed):
+            if F.slab_crc_matches(packed):
                 committed.append((slab, decode(packed)))
             else:
                 sound[number] = False

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from maru_shm import __version__
 from maru_shm.errors import MaruError
 from maru_sidecar.output import (
     EXIT_CODES_HELP,
@@ -43,28 +44,50 @@ RECORD_COLUMNS = (
 TAIL_FIELDS = ("label", "keys", "done", "bytes", "accept_us", "first_copy_us", "copy_us", "total_us")
 STUCK_COLUMNS = ("segment", "index", "ticket", "op", "state", "label", "age_s", "what")
 
-instance_option = click.option("--instance", metavar="HEX", help="Only segments of this instance (8 hex digits).")
+F = TypeVar("F", bound=Callable[..., Any])
+
 segments_argument = click.argument("segments", nargs=-1, metavar="[SEGMENT]...")
 
 
+def of_one_sidecar(command: F) -> F:
+    """``--socket`` or ``--instance``: the segments of one sidecar; those of all on this host without."""
+    socket = click.option("--socket", metavar="PATH", help="Only segments of the sidecar that serves this control socket.")
+    instance = click.option(
+        "--instance", metavar="HEX", help="Only segments of this instance (8 hex digits, as in their names)."
+    )
+    return socket(instance(command))
+
+
+def _instance(socket: str | None, instance: str | None) -> str | None:
+    """The instance that was asked for. A socket's path makes its name: nobody needs to answer there."""
+    if socket is None:
+        return instance
+    if instance is not None:
+        raise click.UsageError("--socket and --instance both name a sidecar: give one of them")
+    from maru_sidecar.listener import instance_of
+
+    return instance_of(socket)
+
+
 @click.group(epilog=EXIT_CODES_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name=PROGRAM)
 def cli() -> None:
-    """Look at the shared-memory rings of a sidecar and its engines, read-only.
+    """Look at the shared-memory rings of sidecars and their engines, read-only.
 
     A SEGMENT is a name as `ls` prints it, or the session number at its end where only one segment has it. Without one,
-    every readable segment is meant.
+    every readable segment is meant: of all sidecars on this host, or of the one that --socket or --instance names.
     """
 
 
 @cli.command("ls")
-@instance_option
+@of_one_sidecar
 @format_option
-def ls(instance: str | None, fmt: Format) -> None:
+def ls(socket: str | None, instance: str | None, fmt: Format) -> None:
     """List segments with their processes, ring positions and beats; one that cannot be read with its problem."""
     from maru_sidecar.ring_view import open_all
 
     rows: list[dict[str, object]] = []
-    for name, opened in open_all(instance):
+    for name, opened in open_all(_instance(socket, instance)):
         if isinstance(opened, MaruError):
             rows.append({"segment": name, "problem": one_line(opened)})
             continue
@@ -87,15 +110,16 @@ def show(segment: str, fmt: Format) -> None:
 @cli.command("records")
 @segments_argument
 @click.option("--all", "everything", is_flag=True, help="Also freed records: their last answer is still there.")
+@of_one_sidecar
 @format_option
-def records(segments: tuple[str, ...], *, everything: bool, fmt: Format) -> None:
+def records(segments: tuple[str, ...], socket: str | None, instance: str | None, *, everything: bool, fmt: Format) -> None:
     """Requests in the record tables, with the time each step took.
 
     accept_us: posted to accepted. first_copy_us: accepted to the first copy. copy_us: first copy (or acceptance, where
     nothing was copied) to the answer. total_us: posted to the answer.
     """
     found: list[RecordView] = []
-    for view in _views(segments):
+    for view in _views(segments, _instance(socket, instance)):
         with view:
             found += [r for r in view.records() if r.ticket and (everything or r.live)]
     found.sort(key=lambda r: (r.segment, r.ticket))
@@ -106,13 +130,22 @@ def records(segments: tuple[str, ...], *, everything: bool, fmt: Format) -> None
 @segments_argument
 @click.option("--count", type=click.IntRange(min=1), help="Stop after this many requests.")
 @click.option("--seconds", type=click.FloatRange(min=0), help="Stop after this long.")
+@of_one_sidecar
 @format_option
-def tail(segments: tuple[str, ...], count: int | None, seconds: float | None, fmt: Format) -> None:
+def tail(
+    segments: tuple[str, ...],
+    socket: str | None,
+    instance: str | None,
+    *,
+    count: int | None,
+    seconds: float | None,
+    fmt: Format,
+) -> None:
     """Follow requests as they complete: until interrupted, --count or --seconds. JSON: one document per line.
 
     Looks every 2 ms; a record that is used again in between is not seen. The engine is never slowed down for this.
     """
-    views = list(_views(segments))
+    views = list(_views(segments, _instance(socket, instance)))
     if not views:
         click.echo("no segments", err=True)
     for printed, record in enumerate(_completions(views, seconds), start=1):
@@ -144,10 +177,10 @@ def _completions(views: Sequence[SegmentView], seconds: float | None) -> Iterato
 
 
 @cli.command("stuck")
-@instance_option
+@of_one_sidecar
 @click.option("--seconds", type=click.FloatRange(min=0), default=5.0, show_default=True, help="A ticket this old is stuck.")
 @format_option
-def stuck(instance: str | None, seconds: float, fmt: Format) -> None:
+def stuck(socket: str | None, instance: str | None, seconds: float, fmt: Format) -> None:
     """List what does not move: old tickets, copies left open, dead processes. Exit 3 if any.
 
     A segment that cannot be read is listed too; exit 6 if that is all there is to say.
@@ -156,7 +189,7 @@ def stuck(instance: str | None, seconds: float, fmt: Format) -> None:
 
     rows: list[dict[str, object]] = []
     unreadable: list[dict[str, object]] = []
-    for name, opened in open_all(instance):
+    for name, opened in open_all(_instance(socket, instance)):
         if isinstance(opened, MaruError):
             unreadable.append({"segment": name, "what": one_line(opened)})
             continue
@@ -167,14 +200,16 @@ def stuck(instance: str | None, seconds: float, fmt: Format) -> None:
         sys.exit(ExitCode.STUCK if rows else ExitCode.SEGMENT)
 
 
-def _views(segments: Sequence[str]) -> Iterator[SegmentView]:
-    """The named segments, which must be readable; or all, those that are not reported on stderr and passed over."""
+def _views(segments: Sequence[str], instance: str | None) -> Iterator[SegmentView]:
+    """The named segments, which must be readable; or all (of an instance), those that are not reported on stderr and passed
+    over.
+    """
     from maru_sidecar.ring_view import open_all, open_named, resolve
 
     for text in segments:
-        yield open_named(resolve(text))
+        yield open_named(resolve(text, instance))
     if not segments:
-        for name, opened in open_all():
+        for name, opened in open_all(instance):
             if isinstance(opened, MaruError):
                 click.echo(f"{PROGRAM}: {name}: {one_line(opened)}", err=True)
             else:

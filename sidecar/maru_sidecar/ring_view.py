@@ -96,12 +96,12 @@ class SegmentView:
     @property
     def sidecar_alive(self) -> bool:
         """Whether the process that made the segment runs: same pid, same start time."""
-        return S.process_start_time(self.info.sidecar_pid) == self.info.sidecar_start != 0
+        return S.process_runs(self.info.sidecar_pid, self.info.sidecar_start)
 
     @property
     def client_alive(self) -> bool:
         """Whether a process with the client's pid runs (the segment does not hold its start time)."""
-        return S.process_start_time(self.info.client_pid) != 0
+        return S.process_runs(self.info.client_pid)
 
     # --- header -----------------------------------------------------------------------------------------------------------
     def summary(self) -> dict[str, object]:
@@ -268,9 +268,9 @@ def open_all(instance: str | None = None) -> Iterator[tuple[str, SegmentView | M
             yield name, e
 
 
-def resolve(text: str) -> str:
-    """The segment's name for a name, with or without slash, or a session number that only one segment has."""
-    names = [name for name, *_ in S.list_names()]
+def resolve(text: str, instance: str | None = None) -> str:
+    """The segment's name for a name, with or without slash, or a session number that only one segment (of an instance) has."""
+    names = [name for name, *_ in S.list_names(instance)]
     wanted = "/" + text.removeprefix("/")
     if wanted in names:
         return wanted

@@ -78,7 +78,7 @@ class ControlService:
             self._host.drain()
             return M.Done(sessions.in_flight())
         if isinstance(message, M.Pin):
-            return M.Done(directory.pin(_hex(message.namespace, "namespace"), _keys(message.keys), pinned=message.pinned))
+            return M.Done(*directory.pin(_hex(message.namespace, "namespace"), _keys(message.keys), pinned=message.pinned))
         if isinstance(message, M.CacheList):
             self._page(connection, directory, message)
             return None
@@ -118,11 +118,16 @@ class ControlService:
                 sessions.attach(connection, message, fds)
             except Refusal as e:
                 self.server.reply(connection, M.Refused(e.code, e.what, e.remedy))
+            except Exception:  # descriptors that ran out, say: this peer's trouble, not the daemon's
+                log.exception("an attach that came before the pool was open failed; its connection is closed")
+                self.server.close_connection(connection)
 
     def _detach(self, connection: Connection) -> M.Done | None:
         sessions = self._host.sessions
-        session = sessions.live.get(connection.session) if sessions is not None and connection.session is not None else None
-        if session is None or sessions is None:
+        if sessions is None or connection.session is None:
+            return M.Done()
+        session = sessions.live.get(connection.session) or sessions.ending.get(connection.session)
+        if session is None:
             return M.Done()
         self.server.defer(connection)
         sessions.detach(session)

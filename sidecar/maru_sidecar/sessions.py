@@ -3,7 +3,8 @@
 *Attach*: the engine's agreement is checked and its rank claimed in the main thread; what may take long (importing GPU memory,
 making the segment) runs in a thread (``attaching.py``); the answer goes out when that has ended. *End*, for whatever reason
 (Detach, a closed socket, a broken ring): the rank is free at once, no further copy begins, leases are given back, the segment's
-name disappears. When every outstanding ticket has its answer (so no copy is in flight) the KV cache is forgotten and the
+name disappears; at the sidecar's own stop, a client that holds leases keeps them and its segment, for the successor
+(``harvest.py``). When every outstanding ticket has its answer (so no copy is in flight) the KV cache is forgotten and the
 segment unmapped. A session whose copies hang keeps its memory and disturbs nobody.
 """
 
@@ -59,6 +60,7 @@ class Session:
     attached_s: float = field(default_factory=time.monotonic)
     detaching: bool = False  #: its client waits for the answer to Detach
     releasing: bool = False
+    handed_over: bool = False  #: its segment, and the leases in it, are the successor's
     abandoned: bool = False  #: its memory did not answer; a thread hangs in a copy
 
     @property
@@ -292,9 +294,16 @@ class Sessions:
         """The client asked: ``Done`` follows when its copies are fenced."""
         session.detaching = True
         self.end(session, "it detached")
+        if session.handed_over:  # the sidecar stops, and was faster
+            session.handed_over = False
+            self._forget_leases(session)
 
-    def end(self, session: Session, why: str) -> None:
-        """Tear a session down (idempotent); siblings are not touched."""
+    def end(self, session: Session, why: str, *, hand_over: bool = False) -> None:
+        """Tear a session down (idempotent); siblings are not touched.
+
+        ``hand_over``: the leases of a client that still lives go to the next sidecar, with the segment that names them. They
+        stay pinned here too, so that no store of another session, still to be finished, evicts what they hold.
+        """
         if self.live.pop(session.id, None) is None:
             return
         log.info("%s ends: %s", session.name, why)
@@ -309,12 +318,18 @@ class Sessions:
         for ticket in session.table.close():
             if session.lane is None or ticket.request.op not in (L.Op.LOAD, L.Op.STORE):  # the lane's queues answer those
                 ticket.finish(L.State.FAILED, L.Code.ENGINE_GONE)
-        self._directory.release_owner(session.id)
         session.leases.clear()
-        S.unlink(session.segment.info.name)
+        lives = hand_over and not _gone(session.connection, session.pidfd)
+        session.handed_over = lives and self._directory.holds_leases(session.id)
+        if not session.handed_over:
+            self._forget_leases(session)
         if session.lane is not None:
             session.lane.nudge()
         self._reap()
+
+    def _forget_leases(self, session: Session) -> None:
+        self._directory.release_owner(session.id)
+        S.unlink(session.segment.info.name)
 
     def _reap(self) -> None:
         """Release what sessions without outstanding tickets still hold."""

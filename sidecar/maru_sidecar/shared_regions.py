@@ -32,6 +32,10 @@ class SharedRegions:
         """Whether a slab, named by the offset of its header, lies in a region of ours."""
         return self._regions.has(slab // self._regions.region_bytes)
 
+    def stride_of(self, index: int) -> int:
+        """Bytes from slab to slab in a region of ours; 0 before its first slab."""
+        return self._regions.stride_of(index)
+
     def add(self, index: int) -> bool:
         """Use a region just granted. False: slabs of an earlier grant of it are still in use here."""
         with self._lock:

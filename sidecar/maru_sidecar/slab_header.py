@@ -46,11 +46,6 @@ def region_layout(raw: bytes, region_bytes: int) -> tuple[int, int, int] | None:
     return (stride, n, data_offset) if good else None
 
 
-def crc_good(packed: bytes) -> bool:
-    """Whether a packed slab header passes its own CRC."""
-    return int.from_bytes(packed[20:24], "little") == zlib.crc32(packed[F.SLAB_CRC_FROM : F.SLAB_CRC_TO])
-
-
 def encode(h: SlabHeader) -> bytes:
     """256 bytes, CRC included, state word 0."""
     flags = 0 if h.checksum is None else F.FLAG_CHECKSUM

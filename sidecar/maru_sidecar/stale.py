@@ -25,7 +25,9 @@ class Liveness(enum.Enum):
 
     LIVE = "live"
     ELSEWHERE = "elsewhere"  #: it runs, but not in this pid namespace
-    AWAITED = "awaited"  #: it is dead, its client lives: the next sidecar takes the leases in the segment over
+    #: It has ended, its client lives: the next sidecar, which may run already, honours the leases in the segment and removes
+    #: it after the last of them.
+    AWAITED = "awaited"
     STALE = "stale"  #: nobody is left
 
 
@@ -51,19 +53,19 @@ def survey_segments(instance: str | None = None) -> Iterator[tuple[str, Liveness
 
 
 def _liveness(segment: S.Segment) -> Liveness:
-    if S.process_start_time(segment.info.sidecar_pid) == segment.info.sidecar_start != 0:
+    if S.process_runs(segment.info.sidecar_pid, segment.info.sidecar_start):
         return Liveness.LIVE
     first = segment.words[L.WORD_SIDECAR_BEAT]
     while time.monotonic_ns() - first < BEAT_LIMIT_S * 1e9:
         time.sleep(_POLL_S)
         if segment.words[L.WORD_SIDECAR_BEAT] != first:
             return Liveness.ELSEWHERE
-    return Liveness.AWAITED if S.process_start_time(segment.info.client_pid) else Liveness.STALE
+    return Liveness.AWAITED if S.process_runs(segment.info.client_pid) else Liveness.STALE
 
 
 def remove_stale(instance: str | None = None) -> list[str]:
     """Unlink the segments whose sidecar and client are dead, and nothing else; returns their names.
 
-    While the client lives its leases count: a sidecar that starts later reads them from the segment, then removes it.
+    While the client lives its leases count: every later sidecar reads them from the segment, until they have run out.
     """
     return [name for name, fate in survey_segments(instance) if fate is Liveness.STALE and S.unlink(name)]

@@ -91,7 +91,7 @@ def sections(sidecar: Sidecar) -> dict[str, object]:
             "version": __version__,
             "pid": os.getpid(),
             "state": sidecar.state.name,
-            "health": "good" if health.good else health.reason,
+            "health": health.text,
             "uptime_s": round(time.monotonic() - sidecar.started_s, 3),
             "socket": sidecar.config.control.socket,
             "instance": sidecar.instance,
@@ -254,7 +254,9 @@ def _daemon_metrics(sidecar: Sidecar) -> Iterator[Metric]:
     yield Metric("maru_info", "gauge", "Version of the sidecar", {"version": __version__, "instance": sidecar.instance}, 1)
     for state in L.SidecarState:
         yield Metric("maru_state", "gauge", "1 for the state the sidecar is in", {"state": state.name}, state is sidecar.state)
-    yield Metric("maru_healthy", "gauge", "1 while every thread of the daemon is alive", {}, sidecar.health().good)
+    health = sidecar.health()
+    yield Metric("maru_healthy", "gauge", "1 while every thread of the daemon is alive", {}, health.good)
+    yield Metric("maru_degraded", "gauge", "1 while something from outside is missing; local hits go on", {}, health.degraded)
     yield Metric("maru_uptime_seconds", "gauge", "Time since the start", {}, time.monotonic() - sidecar.started_s)
     yield Metric("maru_connections", "gauge", "Open control connections", {}, len(sidecar.server.connections))
     yield Metric("maru_refused_total", "counter", "Connections and control messages refused", {}, sidecar.server.refused)

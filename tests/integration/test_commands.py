@@ -60,7 +60,13 @@ def test_ping_status_and_describe_agree_on_who_runs(sidecar: SidecarProcess) -> 
     assert (ping["state"], ping["pid"]) == ("READY", sidecar.pid)
     assert found["sidecar"]["pid"] == sidecar.pid
     assert "pool" in status
-    assert command("maru_sidecar", "status", "--socket", sidecar.socket).stdout.count(":\n") == len(status)
+    for everything in (("--all",), ("--section", "all")):
+        shown = command("maru_sidecar", "status", "--socket", sidecar.socket, *everything).stdout
+        assert [line[:-1] for line in shown.splitlines() if line.endswith(":") and line[0] != " "] == list(status)
+    summary = command("maru_sidecar", "status", "--socket", sidecar.socket).stdout
+    assert len(summary.splitlines()) <= 40
+    assert f"pid       {sidecar.pid}" in summary
+    assert f"--section {'|'.join(status)}" in summary
 
 
 def test_stored_chunks_are_listed_pinned_and_cleared(sidecar: SidecarProcess) -> None:
@@ -84,9 +90,11 @@ def test_stored_chunks_are_listed_pinned_and_cleared(sidecar: SidecarProcess) ->
         done = command("maru_sidecar", *some, "--format", "json")
         wanted = {"pinned": 2, "asked": 4, "not_found": absent, "not_tried": 1}
         assert (done.returncode, json.loads(done.stdout)) == (10, wanted)
-        for _ in range(2):
-            unpinned = {"unpinned": 2, "asked": 2, "not_found": None, "not_tried": 0}
+        for _ in range(2):  # it was pinned twice
+            unpinned = {"unpinned": 2, "asked": 2, "not_found": None, "not_tried": 0, "not_pinned": 0}
             assert maru(sidecar, "cache", "unpin", namespace, *keys) == unpinned
+        once_more = command("maru_sidecar", "cache", "unpin", namespace, *keys, "--socket", sidecar.socket)
+        assert (once_more.returncode, once_more.stdout) == (0, "0 of 2 chunks unpinned; 2 were not pinned\n")
         assert command("maru_sidecar", "cache", "unpin", namespace, absent, "--socket", sidecar.socket).returncode == 10
         assert "10 a key" in command("maru_sidecar", "cache", "pin", "--help").stdout
         assert maru(sidecar, "cache", "clear", "--engine", "engine") == {"dropped": chunks, "kept": 0}
@@ -165,3 +173,15 @@ def test_http_serves_what_status_serves_once_it_is_configured() -> None:
         assert {"maru_info", "maru_requests_total", "maru_http_requests_total"} <= families
         assert all(re.fullmatch(r'[a-z_]+(\{([a-z_]+="[^"]*",?)*\})? [-+0-9.eNaInf]+', line) for line in samples)
         assert families == {re.split(r"[{ ]", line)[0] for line in samples}
+
+
+def test_pins_end_with_the_sidecar_as_the_help_says(sidecar: SidecarProcess) -> None:
+    with Client(sidecar.socket, cache=KvCache()) as worker:
+        worker.store(prompt_keys("a", 1), blocks(1))
+        [chunk] = sidecar.chunks()
+        assert maru(sidecar, "cache", "pin", chunk.namespace, chunk.key)["pinned"] == 1  # type: ignore[index]
+        assert [c.pinned for c in sidecar.chunks()] == [True]
+    sidecar.stop()
+    sidecar.start()
+    assert [(c.key, c.pinned) for c in sidecar.chunks()] == [(chunk.key, False)]
+    assert "until the sidecar ends" in command("maru_sidecar", "cache", "pin", "--help").stdout

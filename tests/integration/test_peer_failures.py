@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.server.servers import free_port
+from tests.server.servers import ServerProcess, free_port
 from tests.support.client import blocks_table, prompt_keys
 from tests.support.shared_sidecars import SharedSidecar, shared_pool, start_engine, start_server, start_sidecar
 from tests.support.waiting import until
 
+from maru_server.auth import new_token
+from maru_server.client import DirectoryClient
 from maru_shm import layout as L
 
 KEYS = prompt_keys("survivor", 4)
@@ -81,6 +85,12 @@ def test_without_a_server_local_hits_go_on_and_remote_ones_come_back_with_it(pat
     assert engine_b.hits(KEYS) == 0  # answered after server.lookup_wait_ms at the latest
     assert engine_a.fetch(KEYS, TARGET).n_done == 4
     until(lambda: not a.sharing()["can_store"], "the lease has run out", 30)
+    until(lambda: a.sharing()["state"] == "connecting", "the missing answer was noticed")
+    away = a.sharing()
+    assert away["cannot_store_because"].startswith("the lease has run out, and there is no session with the metadata server: ")
+    assert "nobody listens there" in away["last_error"]
+    assert 0 <= away["last_error_age_s"] < 30
+    assert a.health() == f"degraded: nothing can be stored: {away['cannot_store_because']}"
     refused = engine_a.store(prompt_keys("no lease", 1), blocks_table(0, 1))
     assert (refused.state, refused.code) == (L.State.FAILED, L.Code.POOL_FULL)
     assert engine_a.fetch(KEYS, TARGET).n_done == 4
@@ -90,6 +100,91 @@ def test_without_a_server_local_hits_go_on_and_remote_ones_come_back_with_it(pat
     np.testing.assert_array_equal(engine_b.cache.read(TARGET), engine_a.cache.read(SOURCE))
     a.wait_until_it_can_store()
     assert engine_a.store(prompt_keys("lease again", 1), blocks_table(0, 1)).n_done == 1
+    until(lambda: a.health() == "good", f"nothing is missing any more: {a.health()}")
+    over = a.sharing()
+    assert "last_error" not in over
+    assert "cannot_store_because" not in over
+    assert "nobody listens there" in over["past_error"]
+    assert over["past_error_age_s"] >= 0
+
+
+def test_an_outage_of_the_server_is_logged_once_at_each_of_its_turns(path: str, stack: contextlib.ExitStack) -> None:
+    listen = f"tcp://127.0.0.1:{free_port()}"
+    server = start_server(stack, listen=listen)
+    port = free_port()
+    a = start_sidecar(stack, path, server.endpoint, "a", f"http.address=127.0.0.1:{port}")
+    server.kill()
+    until(lambda: not a.sharing()["can_store"], "the lease has run out", 30)
+    attempts = a.sharing()["reconnects"]
+    until(lambda: a.sharing()["reconnects"] >= attempts + 2, "it is tried again and again", 30)
+    assert page(port, "/readyz") == (200, "READY\n")
+    status, text = page(port, "/healthz")
+    assert (status, text[:35]) == (200, "degraded: nothing can be stored: th")
+    assert "maru_degraded 1\n" in page(port, "/metrics")[1]
+    start_server(stack, listen=listen)
+    a.wait_until_it_can_store()
+    until(lambda: "maru_degraded 0\n" in page(port, "/metrics")[1], "nothing is missing any more")
+    until(lambda: "stores are possible again" in a.log.read_text(), "the last turn is logged")
+    said = a.log.read_text()
+    for turn in (
+        f"no session with metadata server {listen}: ",
+        "stores stop: the lease has run out",
+        f"linked to metadata server {listen}",
+        "stores are possible again",
+    ):
+        assert said.count(turn) == 1, turn
+
+
+def test_a_sidecar_with_the_wrong_token_says_that_the_token_is_the_reason(
+    path: str, stack: contextlib.ExitStack, tmp_path: Path
+) -> None:
+    for name in ("cluster", "mine"):
+        (tmp_path / name).write_text(new_token())
+        (tmp_path / name).chmod(0o600)
+    server = ServerProcess(token_file=tmp_path / "cluster")
+    stack.callback(server.stop)
+    other = f"server.token_file={tmp_path / 'mine'}"
+    for settings, reason in (((), "wants a token and none is set here"), ((other,), "the token set here is not the server's")):
+        a = SharedSidecar(path, server.endpoint, "a", *settings)
+        stack.callback(a.close)
+        a.start()
+        until(lambda a=a, reason=reason: reason in a.health(), f"health names the token: {a.health()}")  # type: ignore[misc]
+        assert reason in a.sharing()["cannot_store_because"]
+        a.close()
+
+
+def test_a_sidecar_that_waits_for_a_new_servers_hold_says_so(path: str, stack: contextlib.ExitStack) -> None:
+    server = start_server(stack, extra=("--lease-ms", "8000"))
+    a = SharedSidecar(path, server.endpoint, "a")
+    stack.callback(a.close)
+    a.start()
+    until(lambda: "leases given before may still run" in a.sharing()["cannot_store_because"], f"a reason: {a.sharing()}", 5)
+
+
+def test_the_server_knows_bytes_of_regions_granted_before_an_engine_came_and_of_claimed_ones(
+    path: str, stack: contextlib.ExitStack
+) -> None:
+    listen = f"tcp://127.0.0.1:{free_port()}"
+    server = start_server(stack, listen=listen)
+    a = start_sidecar(stack, path, server.endpoint, "a")
+    engine = start_engine(stack, a)
+    engine.store(KEYS, SOURCE)
+    a.wait_until_published(4)
+
+    def used() -> set[int]:
+        with DirectoryClient(listen) as client:
+            rows = {row.bytes for row in client.usage() if row.kind in ("node", "device")}
+            return rows | {sum(region.bytes for region in client.regions())}
+
+    assert used() == {4 * 48 * 1024}
+    server.kill()
+    start_server(stack, listen=listen)
+    until(lambda: used() == {4 * 48 * 1024}, "a server that is new learned it with the claims", 30)
+
+
+def page(port: int, path: str) -> tuple[int, str]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        return answer.status, answer.read().decode()
 
 
 def test_started_without_a_server_a_sidecar_serves_and_says_that_it_cannot_store(

@@ -96,3 +96,18 @@ def test_a_stop_that_comes_before_the_start_has_ended(tmp_path: Path, pool: str)
     assert sorted(os.listdir(tmp_path)) == ["control.sock.lock"]
     if os.path.exists(pool):
         os.unlink(pool)
+
+
+def test_a_directory_of_the_socket_that_does_not_exist_is_not_made(tmp_path: Path, pool: str) -> None:
+    socket_flag = ("--socket", str(tmp_path / "typing" / "error" / "control.sock"))
+    code, error, left = start(tmp_path, pool, *socket_flag)
+    assert (code, left) == (2, [])
+    assert f"the directory {tmp_path}/typing/error does not exist; create it" in error
+
+
+def test_a_file_in_the_socket_s_place_is_left_alone(tmp_path: Path, pool: str) -> None:
+    (tmp_path / "control.sock").write_text("somebody's")
+    code, error, _ = start(tmp_path, pool)
+    assert (code, "what lies there is no socket; remove it" in error) == (2, True)
+    assert (tmp_path / "control.sock").read_text() == "somebody's"
+    assert os.listdir(tmp_path) == ["control.sock"]  # and no lock beside it

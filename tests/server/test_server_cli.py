@@ -7,6 +7,9 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,9 +40,9 @@ def test_ping_says_release_backend_and_epoch(memory_server: ServerProcess) -> No
     assert result.output.startswith("maru-server/0.1.0 (memory) epoch ")
 
 
-def test_no_server_is_one_line_and_exit_status_1() -> None:
+def test_no_server_is_one_line_and_exit_status_4() -> None:
     result = call("tcp://127.0.0.1:1", "ping", "--timeout", "0.2")
-    assert result.exit_code == 1
+    assert result.exit_code == 4
     assert result.output.startswith("Error: no metadata server at tcp://127.0.0.1:1")
     assert result.output.count("\n") == 1
 
@@ -95,7 +98,7 @@ def test_reset_asks_and_then_forgets(busy: tuple[str, bytes]) -> None:
 
 def test_a_namespace_that_is_not_hex_is_named(memory_server: ServerProcess) -> None:
     result = call(memory_server.endpoint, "keys", "--namespace", "xyz")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "'xyz' is not hex" in result.output
 
 
@@ -107,13 +110,13 @@ def test_token_prints_a_fresh_one_each_time() -> None:
 
 def test_a_lease_shorter_than_two_heartbeats_is_refused() -> None:
     result = CliRunner().invoke(main, ["run", "--lease-ms", "1000", "--heartbeat-ms", "900"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "two heartbeats" in result.output
 
 
 def test_an_address_in_use_is_named(memory_server: ServerProcess) -> None:
     result = CliRunner().invoke(main, ["run", "--listen", memory_server.endpoint])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert memory_server.endpoint in result.output
 
 
@@ -135,5 +138,77 @@ def test_a_state_directory_keeps_epochs_rising(tmp_path: Path) -> None:
 def test_a_state_file_with_an_absurd_epoch_is_named(tmp_path: Path) -> None:
     (tmp_path / "epoch").write_text("99999999999999\n")
     result = CliRunner().invoke(main, ["run", "--state-dir", str(tmp_path)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "99999999999999" in result.output
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--http", "127.0.0.1:19464x"),
+        ("--listen", "tcp://0.0.0.0:1"),
+        ("--listen", "udp://127.0.0.1:1"),
+        ("--listen", "nonsense"),
+        ("--token-file", "/nonexistent/token"),
+        ("--lease-ms", "many"),
+        ("--backend", "postgres://db"),
+        ("--state-dir", "/proc/none"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_wrong_with_the_command_line_ends_with_2_and_is_named(wrong: tuple[str, str]) -> None:
+    result = CliRunner().invoke(main, ["run", *wrong])
+    assert result.exit_code == 2
+    assert wrong[1] in result.output
+    assert "Traceback" not in result.output
+
+
+def test_the_exit_codes_are_documented_in_the_help() -> None:
+    text = " ".join(CliRunner().invoke(main, ["--help"]).output.split())
+    assert "2 wrong flag, address or file; 4 no server answers" in text
+
+
+def test_what_a_server_refuses_ends_with_5(busy: tuple[str, bytes]) -> None:
+    endpoint, _ = busy
+    result = call(endpoint, "keys", "--namespace", "abcd")
+    assert (result.exit_code, "namespace of 2 bytes" in result.output) == (5, True)
+
+
+def test_an_address_without_a_scheme_is_tcp() -> None:
+    with server_process(listen="127.0.0.1:*") as server:
+        assert server.endpoint.startswith("tcp://127.0.0.1:")
+        assert call(server.endpoint.removeprefix("tcp://"), "ping").exit_code == 0
+
+
+@pytest.mark.parametrize("variable", ["MARU_SERVER", "MARU_SERVER_ENDPOINT"])
+def test_the_commands_find_the_server_under_both_names(
+    memory_server: ServerProcess, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, memory_server.endpoint)
+    assert CliRunner().invoke(main, ["ping"]).exit_code == 0
+
+
+def test_of_both_names_the_one_of_the_commands_counts(memory_server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARU_SERVER", memory_server.endpoint)
+    monkeypatch.setenv("MARU_SERVER_ENDPOINT", "tcp://127.0.0.1:1")
+    assert CliRunner().invoke(main, ["ping"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("package", "words"), [("zmq", ["--help"]), ("zmq", ["ping"]), ("redis", ["run", "--backend", "redis://127.0.0.1:1"])]
+)
+def test_without_the_extra_it_says_what_to_install(tmp_path: Path, package: str, words: list[str]) -> None:
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}', name='{package}')\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-m", "maru_server", *words], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert run.returncode in (1, 2)
+    assert "pip install '.[server]'" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_the_installed_command_is_the_one_that_says_so() -> None:
+    with open(Path(__file__).parents[2] / "pyproject.toml", "rb") as f:
+        assert tomllib.load(f)["project"]["scripts"]["maru-server"] == "maru_server.entry:main"

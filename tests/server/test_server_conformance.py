@@ -384,6 +384,27 @@ def test_usage_counts_keys_and_bytes_by_node_device_and_namespace(a: Node, names
     assert rows["namespace", namespace.hex()].keys == 4
 
 
+def test_bytes_are_known_from_the_first_publication_though_the_region_was_granted_before(a: Node, namespace: bytes) -> None:
+    device = a.device()
+    op = os.urandom(8).hex()
+    a.alloc(device=device)  # waits out the hold
+    [grant] = a.client.alloc(op, device=device)  # its slab size is not known yet
+
+    def used() -> set[int]:
+        [region] = [r.bytes for r in a.client.regions() if (r.device, r.region) == (device.hex(), grant.region)]
+        [row] = [r.bytes for r in a.client.usage() if (r.kind, r.name) == ("device", device.hex())]
+        return {region, row}
+
+    keys = keys_of(3)
+    a.client.register(namespace, 0, keys, places_of(grant.id, [0, 1, 2], [1, 1, 1]), slab_bytes=8192)
+    assert used() == {3 * 8192}
+    a.client.register(namespace, 0, keys, places_of(grant.id, [0, 1, 2], [2, 2, 2]), slab_bytes=4096)
+    assert used() == {3 * 4096}, "the region was laid out anew"
+    a.client.register(namespace, 0, keys[:16], places_of(grant.id, [0], [3]))
+    assert used() == {3 * 4096}, "no size says nothing"
+    assert a.client.lookup(namespace, 0, keys).grants[grant.id].slab_bytes == 4096
+
+
 def test_reset_of_a_namespace_forgets_its_unpinned_keys_only(a: Node, namespace: bytes) -> None:
     other = os.urandom(16)
     [grant] = a.alloc(device=a.device())

@@ -183,7 +183,7 @@ def test_the_clusters_token_is_not_taken_for_the_pages(token_file: Path) -> None
 
     command = ["run", "--listen", "tcp://127.0.0.1:*", "--token-file", str(token_file)]
     done = CliRunner().invoke(main, [*command, "--http", "127.0.0.1:0", "--http-token-file", str(token_file)])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "HTTP sends it in clear" in done.output
 
 
@@ -193,7 +193,7 @@ def test_an_address_in_use_is_one_line(server: tuple[ServerProcess, tuple[str, i
     from maru_server.cli import main
 
     done = CliRunner().invoke(main, ["run", "--listen", "tcp://127.0.0.1:*", "--http", f"127.0.0.1:{server[1][1]}"])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "choose a free port" in done.output
 
 

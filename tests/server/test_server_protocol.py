@@ -200,5 +200,5 @@ def test_frames_that_are_no_message_are_dropped_or_refused_and_the_server_goes_o
 
 
 def test_no_server_is_an_error_with_the_address_in_it_and_in_bounded_time() -> None:
-    with pytest.raises(ServerUnavailable, match=r"tcp://127\.0\.0\.1:1 "):
+    with pytest.raises(ServerUnavailable, match=r"tcp://127\.0\.0\.1:1\b"):
         DirectoryClient("tcp://127.0.0.1:1", timeout_ms=200)

@@ -191,9 +191,11 @@ class Client:
         self.ask(M.Detach(), M.Done)
 
     def close(self) -> None:
-        """Hang up and unmap (idempotent)."""
+        """Hang up and unmap (idempotent). After a sidecar's end this removes the segment, as an engine that ends does."""
         if self.sock.fileno() < 0:
             return
+        if self.hung_up():
+            segment.unlink(self.attached.segment)
         self.sock.close()
         os.close(self.doorbell)
         os.close(self.pool_fd)

@@ -7,10 +7,13 @@ import numpy as np
 from maru_shm import poolformat as F
 
 
-def flip_slabs(path: str, *, depth: int, rank: int | None = None, of_prefix: bytes | None = None) -> int:
+def flip_slabs(
+    path: str, *, depth: int, rank: int | None = None, of_prefix: bytes | None = None, forget_checksum: bool = False
+) -> int:
     """Flip one byte in the middle of every committed slab that is ``depth`` chunks into its prefix; how many there were.
 
-    ``rank`` narrows it to one rank's slabs, ``of_prefix`` to one parent key.
+    ``rank`` narrows it to one rank's slabs, ``of_prefix`` to one parent key. ``forget_checksum``: a second fault, in the
+    header, makes the slab look as if it never had one.
     """
     pool = np.memmap(path, dtype=np.uint8, mode="r+")
     fields = F.POOL_HEADER.unpack_from(pool[: F.POOL_HEADER.size].tobytes())
@@ -31,5 +34,7 @@ def flip_slabs(path: str, *, depth: int, rank: int | None = None, of_prefix: byt
             if of_prefix is not None and header["parent"].tobytes() != of_prefix:
                 continue
             pool[start + data_offset + int(i) * stride + slab_bytes // 2] ^= 0xFF
+            if forget_checksum:
+                header["flags"] &= ~np.uint32(F.FLAG_CHECKSUM)
             hit += 1
     return hit

@@ -40,6 +40,13 @@ class SharedSidecar(SidecarProcess):
         assert isinstance(section, dict)
         return section
 
+    def health(self) -> str:
+        answer = self.ask(M.GetStatus())
+        assert isinstance(answer, M.Status)
+        section = answer.sections["sidecar"]
+        assert isinstance(section, dict)
+        return str(section["health"])
+
     def ended(self) -> bool:
         """Whether its process is over."""
         return self._process is not None and self._process.poll() is not None

@@ -77,7 +77,7 @@ def test_pinning_stops_at_the_first_absent_key_across_batches(responder: Respond
         sizes = [len(ask.keys) for ask in responder.heard if isinstance(ask, M.Pin)]
         assert sizes == [PIN_BATCH, PIN_BATCH]  # the third batch was not asked for
         left[0] = 1
-        assert client.unpin("ab", ["00"]) == 1
+        assert client.unpin("ab", ["00"]) == M.Done(1, 0)
     assert responder.heard[-1] == M.Pin("ab", ["00"], pinned=False)
 
 

@@ -69,15 +69,48 @@ def test_ping_names_who_answers(responder: Responder) -> None:
 
 
 def test_status_prints_every_section_or_those_asked_for(responder: Responder) -> None:
-    assert ask_json(responder, "status") == STATUS
+    for everything in ((), ("--all",), ("--section", "all")):
+        assert ask_json(responder, "status", *everything) == STATUS
     assert ask_json(responder, "status", "--section", "pool") == {"pool": STATUS["pool"]}
-    assert ask(responder, "status").splitlines() == [
+    assert ask(responder, "status", "--all").splitlines() == [
         "pool:", "  bytes  1073741824", "  used   0.25", "",
         "engines:", "  id  ranks  note", "  a       2  -", "  b       -  late", "",
         "state:", "  READY",
     ]  # fmt: skip
     wrong = command("status", "--socket", responder.path, "--section", "poole")
-    assert (wrong.returncode, wrong.stderr) == (2, "maru-sidecar: no section 'poole'; there are: pool, engines, state\n")
+    assert (wrong.returncode, wrong.stderr) == (2, "maru-sidecar: no section 'poole'; there are: pool, engines, state, all\n")
+
+
+def test_status_is_a_screenful_unless_more_is_asked_for(responder: Responder) -> None:
+    engine = {"world": 1, "registered": 1, "complete": True, "namespace": "ab" * 16, "chunk_tokens": 256, "sessions": 2}
+    responder.answers[M.GetStatus] = lambda _: M.Status(
+        {
+            "sidecar": {"version": "1", "pid": 7, "state": "READY", "health": "good", "uptime_s": 1.5, "socket": "/s"}
+            | {"instance": "0a", "handlers_failed": 0, "engines_hanging": 3},
+            "pool": {"path": "/dev/shm/p", "bytes_total": 4 << 30, "bytes_used": 1 << 30, "prefault": "done", "warnings": []},
+            "directory": {"chunks": 12, "pins": 1, "leases": 0, "evicted_total": 5, "full_total": 2}
+            | {f"counter_{i}": i for i in range(50)},
+            "cache": {"hit_ratio": 0.5, "load_success_ratio": 1.0, "chunks_asked": 10},
+            "sharing": {"node": "a", "server": "tcp://h:1", "state": "joined", "can_store": False, "regions": 0}
+            | {"keys_announced": 9, "region_refused": "the directory is full", "last_error": ""},
+            "engines": [{"engine_id": f"e{i}"} | engine for i in range(11)],
+            "sessions": [{"session": i} for i in range(50)],
+            "queues": [{"device": "cpu", "queue": "load", "jobs": 0, "bytes_in_flight": 0, "alive": True}],
+            "transfers": [
+                {"op": "load", "tickets": 4, "failed": 1, "cancelled": 0, "chunks": 8, "bytes": 99},
+                {"op": "store", "tickets": 0},
+            ],
+            "failures": {"NOT_FOUND": 1},
+        }
+    )
+    shown = ask(responder, "status")
+    lines = {tuple(line.split()) for line in shown.splitlines()}
+    assert len(shown.splitlines()) <= 60
+    assert {("engines_hanging", "3"), ("full_total", "2"), ("used", "1.0", "GiB", "of", "4.0", "GiB", "(25", "%)")} <= lines
+    assert {("can_store", "no"), ("region_refused", "the", "directory", "is", "full"), ("NOT_FOUND", "1")} <= lines
+    assert not {"handlers_failed", "counter_3", "keys_announced", "e8", "store", "queues:", "sessions:"} & set(shown.split())
+    assert "e7" in shown.split()
+    assert "3 more engines; everything: --all; one section: --section sidecar|pool|directory|" in shown
 
 
 def test_describe_shows_protocol_and_generation(responder: Responder) -> None:
@@ -133,13 +166,41 @@ def test_keys_to_pin_come_from_the_line_or_standard_input(responder: Responder) 
     assert (done.returncode, done.stdout) == (10, "1 of 3 chunks pinned\n")
     assert "k2 is not in the pool; not tried: 1" in done.stderr
     assert responder.heard[-1] == M.Pin("ab", ["k1", "k2", "k3"])
-    unpinned = {"unpinned": 1, "asked": 1, "not_found": None, "not_tried": 0}
+    unpinned = {"unpinned": 1, "asked": 1, "not_found": None, "not_tried": 0, "not_pinned": 0}
     assert ask_json(responder, "cache", "unpin", "ab", "k1") == unpinned
     assert responder.heard[-1] == M.Pin("ab", ["k1"], pinned=False)
 
 
+def test_unpinning_what_is_not_pinned_says_so(responder: Responder) -> None:
+    responder.answers[M.Pin] = lambda m: M.Done(len(m.keys), 1)  # type: ignore[union-attr]
+    assert ask(responder, "cache", "unpin", "ab", "k1") == "0 of 1 chunks unpinned; 1 was not pinned\n"
+    assert ask(responder, "cache", "unpin", "ab", "k1", "k2") == "1 of 2 chunks unpinned; 1 was not pinned\n"
+    unpinned = {"unpinned": 1, "asked": 2, "not_found": None, "not_tried": 0, "not_pinned": 1}
+    assert ask_json(responder, "cache", "unpin", "ab", "k1", "k2") == unpinned
+
+
+@pytest.mark.parametrize("verb", ["pin", "unpin"])
+@pytest.mark.parametrize("given", [(), ("ab" * 16,)])
+def test_a_chunk_s_two_names_are_asked_for_together(verb: str, given: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli, ["cache", verb, *given])
+    assert result.exit_code == 2
+    assert f"cache {verb} [OPTIONS] NAMESPACE KEY..." in result.stderr
+    assert "give NAMESPACE and then at least one KEY: together they name a chunk, as `cache ls` lists it" in result.stderr
+
+
 def test_the_socket_comes_from_the_environment_too(responder: Responder) -> None:
-    assert command("ping", environment={"MARU_SOCKET": responder.path}).returncode == 0
+    for name in ("MARU_SOCKET", "MARU_CONTROL_SOCKET"):
+        assert command("ping", environment={name: responder.path}).returncode == 0
+    both = command("ping", environment={"MARU_SOCKET": responder.path, "MARU_CONTROL_SOCKET": "/else"})
+    assert (both.returncode, "unset one" in both.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("path", ["ping", "status", "run", "doctor", "cache ls"])
+def test_the_help_names_every_place_a_socket_is_searched_in(path: str) -> None:
+    words = CliRunner().invoke(cli, [*path.split(), "--help"]).stdout.split()
+    for place in ("$MARU_SOCKET", "$MARU_CONTROL_SOCKET),", "/run/maru/control.sock", "$XDG_RUNTIME_DIR/maru.sock"):
+        assert place in words
+    assert any(word.startswith("/tmp/maru-UID/maru.sock") for word in words)
 
 
 # --- how it ends --------------------------------------------------------------------------------------------------------------

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from maru_shm import socket_path
 from maru_shm.errors import ConfigError
+from maru_shm.socket_path import default_socket_path
 from maru_sidecar.config import Config, load_config, parse_size
 
 
@@ -43,9 +46,37 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     assert load_config(None, {"MARU_CONFIG": str(tmp_path / "m.toml")}).http.address == "127.0.0.1:9464"
 
 
-def test_the_socket_has_a_short_name_in_the_environment() -> None:
-    assert load(env={"MARU_SOCKET": "/a/b"}).control.socket == "/a/b"
-    assert load(env={"MARU_SOCKET": "/a/b", "MARU_CONTROL_SOCKET": "/c/d"}).control.socket == "/c/d"
+def test_the_socket_has_two_names_in_the_environment_that_must_agree() -> None:
+    for env in (
+        {"MARU_SOCKET": "/a/b"},
+        {"MARU_CONTROL_SOCKET": "/a/b"},
+        {"MARU_SOCKET": "/a/b", "MARU_CONTROL_SOCKET": "/a/b"},
+    ):
+        assert load(env=env).control.socket == default_socket_path(env) == "/a/b"
+        assert load(env=env, control__socket="/flag").control.socket == "/flag"
+    disagreeing = {"MARU_SOCKET": "/a/b", "MARU_CONTROL_SOCKET": "/c/d"}
+    relative = {"MARU_SOCKET": "run/maru.sock"}
+    for read in (lambda env: load(env=env), default_socket_path):
+        with pytest.raises(ConfigError, match="MARU_SOCKET is '/a/b' and MARU_CONTROL_SOCKET is '/c/d'; unset one"):
+            read(disagreeing)
+        with pytest.raises(ConfigError, match=r"MARU_SOCKET is 'run/maru\.sock'; expected an absolute path"):
+            read(relative)
+
+
+def test_the_socket_is_searched_where_the_help_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(socket_path, "SYSTEM_DIRECTORY", str(tmp_path))
+    assert default_socket_path({"XDG_RUNTIME_DIR": "/x"}) == f"{tmp_path}/control.sock"
+    monkeypatch.setattr(socket_path, "SYSTEM_DIRECTORY", str(tmp_path / "absent"))
+    assert default_socket_path({"XDG_RUNTIME_DIR": "/x", "MARU_SOCKET": ""}) == "/x/maru.sock"
+    assert default_socket_path({}) == f"/tmp/maru-{os.getuid()}/maru.sock"
+    places = (
+        "$MARU_SOCKET",
+        "$MARU_CONTROL_SOCKET",
+        "/run/maru/control.sock",
+        "$XDG_RUNTIME_DIR/maru.sock",
+        "/tmp/maru-UID/maru.sock",
+    )
+    assert [socket_path.SEARCH.index(place) for place in places] == sorted(socket_path.SEARCH.index(place) for place in places)
 
 
 def test_variables_of_other_programs_are_left_alone() -> None:
@@ -78,7 +109,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         ("[pool]\nsize = 1.5\n", "pool.size is 1.5", "int"),
         ("[pool]\nbackend = 'tape'\n", "pool.backend is 'tape'", "expected one of shm, file"),
         ("[cache]\nlow_watermark = 0.99\n", "cache.low_watermark is 0.99", "high_watermark"),
-        ("[control]\nsocket = 'relative'\n", "control.socket is 'relative'", "absolute"),
+        ("[control]\nsocket = 'relative'\n", "control.socket is 'relative' in {path}", "; expected an absolute path"),
         (f"[control]\nsocket = '/{'x' * 200}'\n", "control.socket is", "at most 107 bytes"),
         ("[control]\nmode = '999'\n", "control.mode is '999'", "octal"),
         ("[http]\naddress = 'localhost'\n", "http.address is 'localhost'", "host:port"),
@@ -116,3 +147,10 @@ def test_a_pool_may_be_a_name_or_a_path() -> None:
     assert load(pool__path="maru-pool").pool.file_path == "/dev/shm/maru-pool"
     with pytest.raises(ConfigError, match=r"pool\.path is 'some/where'"):
         load(pool__backend="file", pool__path="some/where")
+
+
+@pytest.mark.parametrize("key", ["pool.size", "http.address", "daemon.spin_us", "pool.shared", "pool.path", "limits.max_keys"])
+def test_a_value_out_of_bounds_is_told_what_was_expected(key: str) -> None:
+    wrong = {"http.address": "x", "pool.shared": "true", "pool.path": "a/b"}.get(key, "-1")
+    with pytest.raises(ConfigError, match=f"{key} is .* in the command line; expected "):
+        load_config(None, {}, {key: wrong})

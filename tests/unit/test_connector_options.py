@@ -57,8 +57,33 @@ def test_an_unknown_option_names_the_nearest_one() -> None:
         parse_options({"maru.chunk_token": 256})
 
 
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("maru_kv_chunk_token", "maru_kv_chunk_tokens"),
+        ("maru_chunk_tokens", "maru.chunk_tokens"),
+        ("maru_write_behind", "maru.write_behind"),
+        ("maru_server_urls", "maru_server_url"),
+        ("maru_", "options: maru.socket"),
+        ("maru.", "options: maru.socket"),
+    ],
+)
+def test_a_misspelt_alias_is_refused_like_a_misspelt_option(key: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"no option '{key}'; .*{nearest}"):
+        parse_options({key: 256})
+
+
+def test_a_relative_socket_is_refused_wherever_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"maru\.socket is 'rel\.sock'; expected an absolute path"):
+        parse_options({"maru.socket": "rel.sock"})
+    monkeypatch.setenv("MARU_SOCKET", "rel.sock")
+    with pytest.raises(ConfigError, match=r"MARU_SOCKET is 'rel\.sock'; expected an absolute path"):
+        parse_options({})
+
+
 def test_other_peoples_keys_are_left_alone() -> None:
-    assert parse_options({"lmcache.config": "x", "engine": 3}) == parse_options({})
+    others = {"lmcache.config": "x", "engine": 3, "chunk_size": 256, "marula": 1}
+    assert parse_options(others) == parse_options({})
 
 
 @pytest.mark.parametrize(

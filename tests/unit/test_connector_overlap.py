@@ -366,12 +366,13 @@ def test_a_layer_that_ran_without_its_hook_is_not_believed() -> None:
         world.close()
 
 
-def test_a_slab_that_does_not_match_its_checksum_is_left_to_the_sidecar_which_drops_it() -> None:
+@pytest.mark.parametrize("forget_checksum", [False, True])
+def test_a_slab_that_does_not_match_its_checksum_is_left_to_the_sidecar_which_drops_it(forget_checksum: bool) -> None:  # noqa: FBT001
     world = World(recomputes=True)
     try:
         world.warm_up()
         meta, blocks = world.claim(request())
-        assert flip_slabs(world.sidecar.pool, depth=1) == 1
+        assert flip_slabs(world.sidecar.pool, depth=1, forget_checksum=forget_checksum) == 1
         assert world.run(meta) == set(blocks.tolist()[CHUNK // BLOCK :])
         world.no_lease_is_left()
         assert len(world.sidecar.chunks()) == PREFIX - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -178,3 +179,30 @@ def test_the_fallback_directory_must_be_ones_own(monkeypatch: pytest.MonkeyPatch
             control.connect(f"{directory}/maru.sock", 1.0)
     finally:
         os.rmdir(directory)
+
+
+def test_what_is_no_sidecar_s_socket_is_told_from_a_stale_one(tmp_path: Path) -> None:
+    file, streams, stale = tmp_path / "file", tmp_path / "streams", tmp_path / "stale"
+    file.touch()
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead,
+    ):
+        other.bind(str(streams))
+        other.listen()
+        dead.bind(str(stale))
+        for path, reason in (
+            (file, "it is a regular file; name the control socket"),
+            (tmp_path, "it is a directory; name"),
+            (Path("/dev/null"), "it is no socket; name"),
+            (streams, "another program's socket"),
+            (stale, "the socket is stale"),
+        ):
+            with pytest.raises(SidecarUnavailable, match=reason):
+                control.connect(str(path), 1.0)
+
+
+def test_the_command_that_is_advised_is_one_the_sidecar_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SidecarUnavailable, match=f"maru-sidecar run --socket {tmp_path}/rel.sock"):
+        control.connect("rel.sock", 1.0)

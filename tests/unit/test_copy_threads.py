@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from maru_sidecar.copy_thread import PIECE_WEIGHT, WorkerPort
 from maru_sidecar.directory import Directory, Reservation
 from maru_sidecar.loader import AGEING, Loader, LoadJob
 from maru_sidecar.pool import PoolFile, PoolSpec
+from maru_sidecar.slab_reader import SlabReader
 from maru_sidecar.store_queue import PendingChunks, StoreJob, Writer
 from maru_sidecar.tickets import Counters, TicketTable
 from maru_sidecar.transfer.base import Copy, KvTarget
@@ -56,7 +57,7 @@ class Bench:
         self.quiet = threading.Event()
         self.quiet.set()
         sizes = {"slice_bytes": SLAB, "bytes_in_flight": SLAB, "fence_timeout_s": 60.0}
-        self.loader = Loader("loader", self.directory, None, **sizes)  # type: ignore[arg-type]
+        self.loader = Loader("loader", self.directory, SlabReader(self.pool), None, **sizes)  # type: ignore[arg-type]
         self.writer = self.make_writer(0.0)
 
     def make_writer(self, patience_s: float, fence_timeout_s: float = 60.0) -> Writer:
@@ -234,6 +235,45 @@ def test_a_span_loaded_in_parts_is_complete_with_its_last_part_only(bench: Bench
         bench.loader.put(load)
         assert bench.finished(load) == answer
         assert target.submitted == [(2, 0, 2), (2, 1, 2), (2, 0, 2), (2, 1, 2), (1, 0, 1)][:after]
+
+
+class Meddling(Breaking):
+    """Its second copy finds, when it lands, that ``meddle`` was called meanwhile."""
+
+    def __init__(self, target: KvTarget, meddle: Callable[[], None]) -> None:
+        super().__init__(target, ZeroDivisionError(), after=99)
+        self._meddle = meddle
+
+    def submit(
+        self,
+        direction: Direction,
+        offsets: npt.NDArray[np.uint64],
+        table: npt.NDArray[np.int32],
+        *,
+        part: int = 0,
+        parts: int = 1,
+    ) -> Copy:
+        if len(self.submitted) == 1:
+            self._meddle()
+        return super().submit(direction, offsets, table, part=part, parts=parts)
+
+
+def test_a_slab_that_changed_during_its_copy_is_a_miss_from_there_on(bench: Bench) -> None:
+    bench.loader.start()
+    bench.writer.start()
+    store = bench.store(1, 4)
+    bench.writer.put(store)
+    assert bench.finished(store)[0] is L.State.DONE
+    with bench.directory.acquire(NAMESPACE, keys(1, 4), rank=0) as acquired:
+        second = acquired.refs[1].header
+
+    def meddle() -> None:
+        bench.pool.words[second >> 3] = 0
+
+    load = bench.load(1, 4, Meddling(bench.target, meddle))
+    bench.loader.put(load)
+    assert bench.finished(load) == (L.State.FAILED, L.Code.CHECKSUM, 1)
+    assert bench.directory.lookup(NAMESPACE, keys(1, 4), world=1) == 1
 
 
 def test_a_thread_that_dies_answers_every_ticket_and_is_seen_to_be_dead(bench: Bench) -> None:

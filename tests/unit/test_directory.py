@@ -264,14 +264,15 @@ def test_a_reference_says_where_the_slab_is_and_which_generation(pool: PoolFile,
 def test_operators_pins_are_counted_and_stop_at_the_first_absent_key(pool: PoolFile, directory: Directory) -> None:
     store(pool, directory, chain("a", 2))
     keys = chain("a", 3)
-    assert directory.pin(NAMESPACE, keys, pinned=True) == 2
-    assert directory.pin(NAMESPACE, keys[:KEY], pinned=True) == 1
-    assert directory.pin(NAMESPACE, keys, pinned=False) == 2
+    assert directory.pin(NAMESPACE, keys, pinned=True) == (2, 0)
+    assert directory.pin(NAMESPACE, keys[:KEY], pinned=True) == (1, 0)
+    assert directory.pin(NAMESPACE, keys, pinned=False) == (2, 0)
+    assert directory.pin(NAMESPACE, keys[KEY : 2 * KEY], pinned=False) == (1, 1)  # it had one pin
     assert directory.clear() == 1  # the second chunk; the first still has one pin
-    assert directory.pin(NAMESPACE, keys, pinned=False) == 1
-    assert directory.pin(NAMESPACE, keys, pinned=False) == 1  # nothing left to undo
+    assert directory.pin(NAMESPACE, keys, pinned=False) == (1, 0)
+    assert directory.pin(NAMESPACE, keys, pinned=False) == (1, 1)  # nothing left to undo
     assert directory.clear() == 1
-    assert directory.pin(b"unknown.........", keys, pinned=True) == 0
+    assert directory.pin(b"unknown.........", keys, pinned=True) == (0, 0)
 
 
 def test_clearing_keeps_a_parent_whose_child_is_in_use(pool: PoolFile, directory: Directory) -> None:

@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from maru_shm import layout as L
 from maru_shm import segment as S
 from maru_sidecar import doctor as D
-from maru_sidecar import stale
+from maru_sidecar import pool_admin, stale
 from maru_sidecar.doctor import Finding, Host, Verdict
+from maru_sidecar.pool import PoolFile, PoolSpec
 
 GIB = 1 << 30
 INSTANCE = f"{os.getpid() ^ 0xD0C7_0000:08x}"
@@ -75,6 +77,42 @@ def test_what_an_existing_pool_already_holds_counts(tmp_path: Path) -> None:
         assert next(D.check_pool_space(larger)).verdict is Verdict.BAD
     finally:
         pool.unlink()
+
+
+def bad(findings: Iterator[Finding]) -> list[str]:
+    return [f"{f.what}; {f.remedy}" for f in findings if f.verdict is Verdict.BAD]
+
+
+def test_a_shared_pool_that_nobody_initialised_is_bad_with_the_command(tmp_path: Path) -> None:
+    path = str(tmp_path / "shared")
+    here = host(tmp_path, pool_path=path, pool=PoolSpec(backend="file", path=path, size=4 << 30, shared=True))
+    [what] = bad(D.check_pool_contents(here))
+    assert what.endswith(f"initialise it first: maru-sidecar pool init {path} --size SIZE")
+    pool_admin.initialise(path, 4 << 20, 1 << 20)
+    finding = the_one(D.check_pool_contents(here))
+    assert (finding.verdict, finding.what) == (Verdict.OK, f"{path} is a pool (shared), 4.0 MiB in 3 regions of 1.0 MiB")
+    assert list(D.check_pool_space(here)) == []  # pool.size is not used
+    assert D.pool_bytes(here) == 4 << 20
+    alone = host(tmp_path, pool_path=path)
+    assert "is shared; set pool.shared = true" in bad(D.check_pool_contents(alone))[0]
+
+
+def test_a_pool_that_run_would_refuse_is_bad(tmp_path: Path) -> None:
+    path = str(tmp_path / "own")
+    own = PoolSpec(backend="file", path=path, size=2 << 20, region_size=1 << 20)
+    PoolFile.open(own).close(clean=True)
+    finding = the_one(D.check_pool_contents(host(tmp_path, pool_path=path, pool=own)))
+    assert (finding.verdict, finding.what) == (Verdict.OK, f"{path} is a pool (own), 2.0 MiB in 1 regions of 1.0 MiB")
+    larger = msgspec.structs.replace(own, size=4 << 20)
+    assert "wanted are 4194304" in bad(D.check_pool_contents(host(tmp_path, pool_path=path, pool=larger)))[0]
+    anew = msgspec.structs.replace(larger, recreate=True)
+    assert bad(D.check_pool_contents(host(tmp_path, pool_path=path, pool=anew))) == []
+    shared = msgspec.structs.replace(own, shared=True)
+    assert "was not initialised for sharing" in bad(D.check_pool_contents(host(tmp_path, pool_path=path, pool=shared)))[0]
+    Path(path).write_bytes(b"x" * 8192)
+    assert "no maru pool" in bad(D.check_pool_contents(host(tmp_path, pool_path=path)))[0]
+    assert "is a directory; name a file in it" in bad(D.check_pool_contents(host(tmp_path, pool_path=str(tmp_path))))[0].lower()
+    assert list(D.check_pool_contents(host(tmp_path))) == []  # nothing is there yet
 
 
 def test_a_missing_directory_is_bad(tmp_path: Path) -> None:
@@ -205,6 +243,11 @@ def test_the_control_socket_is_tried(tmp_path: Path) -> None:
     assert (finding.verdict, finding.what) == (Verdict.BAD, f"{here.socket_path} is no socket")
 
 
+def test_a_socket_in_a_directory_that_is_not_there_is_bad(tmp_path: Path) -> None:
+    finding = the_one(D.check_socket(host(tmp_path, socket_path=str(tmp_path / "no" / "s.sock"))))
+    assert (finding.verdict, finding.remedy) == (Verdict.BAD, f"create {tmp_path}/no, or set control.socket to another path")
+
+
 def test_a_pool_every_user_can_read_is_warned_about(tmp_path: Path) -> None:
     pool = tmp_path / "pool"
     pool.touch()
@@ -268,16 +311,20 @@ def test_fix_unlinks_the_segments_of_dead_pairs_and_only_those(make_segment: Cal
     recycled = make_segment(3, os.getpid(), own - 1).info.name  # the pid belongs to another process now
     awaited = make_segment(4, pid, start, client=os.getpid()).info.name  # the next sidecar reads its leases
     corrupt = make_segment(5, pid, start)
+    zombie = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    unreaped = make_segment(6, zombie.pid, S.process_start_time(zombie.pid), client=zombie.pid).info.name
     corrupt.bytes[L.STATIC_OFFSET + 40] ^= 0xFF
     foreign = Path(f"/dev/shm/maru.notours-{os.getpid()}")
     foreign.touch()
     try:
         removed = stale.remove_stale(INSTANCE)
-        assert removed == [dead, recycled]
+        assert removed == [dead, recycled, unreaped]
         assert mine() == [live, awaited, corrupt.info.name]
         assert foreign.exists()
     finally:
         foreign.unlink()
+        zombie.wait()
 
 
 def test_a_sidecar_in_another_pid_namespace_is_known_by_its_beat(make_segment: Callable[..., S.Segment]) -> None:
@@ -322,3 +369,36 @@ def test_the_command_exits_1_if_anything_is_bad_and_says_what(tmp_path: Path) ->
     verdicts = {f["check"]: f["verdict"] for f in json.loads(bad.stdout)}
     assert verdicts["pool space"] == "bad"
     assert "pool space" in doctor("--pool-size", "1MiB", *where).stdout
+
+
+def test_a_shared_pool_s_configuration_is_examined_with_its_server(tmp_path: Path) -> None:
+    pytest.importorskip("zmq")
+    from tests.server.servers import ServerProcess
+
+    pool, config, token = tmp_path / "shared", tmp_path / "s.toml", tmp_path / "token"
+    token.write_text("a" * 64)
+    token.chmod(0o600)
+
+    def findings(endpoint: str, settings: str = "") -> dict[str, tuple[str, str]]:
+        config.write_text(
+            f"[pool]\nbackend = 'file'\npath = '{pool}'\nshared = true\n[control]\nsocket = '{tmp_path}/s.sock'\n"
+            f"[server]\nendpoint = '{endpoint}'\n{settings}"
+        )
+        done = doctor("--config", str(config), "--format", "json")
+        return {f["check"]: (f["verdict"], f["what"]) for f in json.loads(done.stdout)}
+
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    down = findings(f"tcp://127.0.0.1:{port}")
+    assert (down["pool"][0], down["metadata server"][0]) == ("bad", "bad")
+    assert f"127.0.0.1:{port}" in down["metadata server"][1]
+    pool_admin.initialise(str(pool), 4 << 20, 1 << 20)
+    server = ServerProcess(token_file=token)
+    try:
+        up = findings(server.endpoint, f"token_file = '{token}'\n")
+        assert (up["pool"][0], up["metadata server"]) == ("ok", ("ok", f"{server.endpoint} answers"))
+        assert "pool space" not in up
+        assert findings(server.endpoint)["metadata server"][0] == "bad"  # without the token
+        assert findings(server.endpoint, f"token_file = '{tmp_path}/absent'\n")["metadata server"][0] == "bad"
+    finally:
+        server.stop()

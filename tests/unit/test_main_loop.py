@@ -13,6 +13,7 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from tests.support.client import ROOT
@@ -301,7 +302,7 @@ def test_an_attach_that_came_before_the_pool_and_fails_costs_its_own_connection(
     seen: list[tuple[str, object]] = []
 
     class Attaching:
-        live: dict[int, Session] = {}
+        live: ClassVar[dict[int, Session]] = {}
 
         def attach(self, connection: object, message: object, fds: list[int]) -> None:
             seen.append(("attach", connection))

@@ -19,6 +19,7 @@ import pytest
 
 from maru_shm import poolformat as F
 from maru_shm.errors import PoolBusy, PoolCorrupt, PoolError, PoolTooLarge, PoolVersionMismatch
+from maru_sidecar import pool_admin
 from maru_sidecar.pool import PoolFile, PoolSpec
 from maru_sidecar.pool_header import plan_regions
 from maru_sidecar.pool_lock import lock_path
@@ -353,6 +354,23 @@ def test_what_is_not_a_regular_file_is_a_named_error(tmp_path: Path, what: str) 
     with pytest.raises(PoolError):
         PoolFile.open(file_spec(path))
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_directory_is_no_pool_and_the_remedy_names_a_file_in_it(tmp_path: Path) -> None:
+    before = sorted(os.listdir(tmp_path.parent))
+    for attempt in (
+        lambda: PoolFile.open(file_spec(tmp_path)),
+        lambda: PoolFile.open(msgspec.structs.replace(file_spec(tmp_path), shared=True)),
+        lambda: pool_admin.initialise(str(tmp_path), SIZE),
+        lambda: pool_admin.clear(str(tmp_path)),
+        lambda: pool_admin.inspect(str(tmp_path)),
+    ):
+        with pytest.raises(PoolError, match=f"Is a directory; name a file in it, e.g. {tmp_path}/maru-pool"):
+            attempt()
+    assert sorted(os.listdir(tmp_path.parent)) == before  # no lock beside it either
+    absent = tmp_path / "absent" / "pool"
+    with pytest.raises(PoolError, match=f"pool {absent}: No such file or directory; create the directory {absent.parent}"):
+        PoolFile.open(file_spec(absent))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="changing a file's owner needs root")

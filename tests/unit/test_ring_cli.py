@@ -10,14 +10,17 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from maru_shm import __version__
 from maru_shm import layout as L
 from maru_shm import segment as S
 from maru_shm.records import ClientRecords, SidecarRecords
 from maru_shm.ring import SubmissionProducer
+from maru_sidecar.listener import instance_of
 from maru_sidecar.ring_cli import cli
 from maru_sidecar.ring_view import SegmentView, open_named
 
@@ -227,6 +230,22 @@ def test_dead_processes_make_a_segment_stuck() -> None:
         pair.close()
 
 
+def test_a_killed_process_that_nobody_waited_for_is_dead() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    pair = Pair(4, sidecar_pid=child.pid, sidecar_start=S.process_start_time(child.pid), client_pid=child.pid)
+    try:
+        (row,) = rows("ls", "--instance", INSTANCE)
+        assert (row["sidecar"], row["client"]) == (str(child.pid), str(child.pid))
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        (row,) = rows("ls", "--instance", INSTANCE)
+        assert (row["sidecar"], row["client"]) == (f"{child.pid} dead", f"{child.pid} dead")
+        assert ring("stuck", "--instance", INSTANCE).exit_code == 3
+    finally:
+        child.communicate()
+        pair.close()
+
+
 def test_a_pid_that_was_given_to_another_process_counts_as_dead() -> None:
     pair = Pair(3, sidecar_start=S.process_start_time(os.getpid()) - 1)
     try:
@@ -234,6 +253,33 @@ def test_a_pid_that_was_given_to_another_process_counts_as_dead() -> None:
         assert row["sidecar"] == f"{os.getpid()} dead"
     finally:
         pair.close()
+
+
+def test_segments_are_chosen_by_the_socket_of_their_sidecar(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    mine, other = Pair(5, instance=instance_of(str(path))), Pair(6)
+    try:
+        mine.post(label="mine")
+        other.post(label="other")
+        link = tmp_path / "link"
+        link.symlink_to(tmp_path)
+        for socket in (path, link / "control.sock"):  # nobody needs to answer there
+            assert [row["segment"] for row in rows("ls", "--socket", str(socket))] == [mine.name]
+            assert [row["label"] for row in rows("records", "--socket", str(socket))] == ["mine"]
+            stuck = json.loads(ring("stuck", "--socket", str(socket), "--seconds", "0", "--format", "json").stdout)
+            assert {row["segment"] for row in stuck} == {mine.name}
+        assert ring("tail", "--socket", str(path), "--seconds", "0").exit_code == 0
+        assert "no segments" in ring("tail", "--socket", "/none", "--seconds", "0").stderr
+        assert rows("ls", "--socket", str(tmp_path / "another.sock")) == []
+        both = CliRunner().invoke(cli, ["ls", "--socket", str(path), "--instance", INSTANCE])
+        assert (both.exit_code, "give one of them" in both.stderr) == (2, True)
+    finally:
+        mine.close()
+        other.close()
+
+
+def test_it_says_its_version() -> None:
+    assert ring("--version").stdout == f"maru-ring, version {__version__}\n"
 
 
 def spoil_magic(pair: Pair) -> None:

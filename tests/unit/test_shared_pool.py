@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from maru_shm import poolformat as F
-from maru_shm.errors import ConfigError, PlatformUnsupported, PoolBusy, PoolError, PoolFull, RegionNotHeld
+from maru_shm.errors import ConfigError, PlatformUnsupported, PoolBusy, PoolError, PoolFull, PoolTooLarge, RegionNotHeld
 from maru_sidecar import pool_admin
 from maru_sidecar.cli import cli
 from maru_sidecar.config import load_config
@@ -19,7 +21,7 @@ from maru_sidecar.directory import Directory, Presence, Reservation
 from maru_sidecar.pool import PoolFile, PoolSpec
 from maru_sidecar.sharing import owner
 from maru_sidecar.sharing.rights import GrantedRegions
-from maru_sidecar.sharing.slabs import SlabReader
+from maru_sidecar.slab_reader import SlabReader
 
 SIZE, REGION = 4 << 20, 1 << 20
 NAMESPACE, KEY, ROOT = b"n" * 16, b"k" * 16, b"r" * 16
@@ -90,8 +92,9 @@ def test_opening_a_shared_pool_writes_nothing(path: str) -> None:
 
 def test_a_file_that_nobody_initialised_is_not_opened(tmp_path: Path) -> None:
     absent = tmp_path / "absent"
-    with pytest.raises(PoolError, match="pool init"):
-        PoolFile.open(spec(str(absent)))
+    for attempt in (lambda: PoolFile.open(spec(str(absent))), lambda: pool_admin.clear(str(absent))):
+        with pytest.raises(PoolError, match=f"initialise it first: maru-sidecar pool init {absent} --size SIZE"):
+            attempt()
     assert not absent.exists()
     foreign = tmp_path / "foreign"
     foreign.write_bytes(b"x" * 8192)
@@ -118,9 +121,30 @@ def test_several_open_it_at_once_under_different_node_names(path: str, pool: Poo
     other.close(clean=True)
 
 
-def test_a_pool_in_use_is_not_cleared(path: str, pool: PoolFile) -> None:
-    with pytest.raises(PoolBusy):
-        pool_admin.clear(path)
+def test_a_size_that_does_not_fit_is_named_as_it_was_given(tmp_path: Path) -> None:
+    refused = CliRunner().invoke(cli, ["pool", "init", str(tmp_path / "huge"), "--size", "9000TiB"])
+    assert isinstance(refused.exception, PoolTooLarge)
+    assert "; lower --size" in str(refused.exception)
+    with pytest.raises(PoolTooLarge, match=r"; lower pool\.size"):
+        PoolFile.open(PoolSpec(backend="file", path=str(tmp_path / "huge"), size=9 << 50))
+
+
+def test_a_pool_in_use_is_not_cleared_and_all_who_use_it_are_named(path: str, pool: PoolFile) -> None:
+    code = (
+        f"from maru_sidecar.pool import *; pool = PoolFile.open(PoolSpec(backend='file', path={path!r}, size=1, shared=True))"
+    )
+    words = [sys.executable, "-c", f"{code}; print('open', flush=True); input()"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "open\n"
+        both = ", ".join(map(str, sorted((os.getpid(), other.pid))))
+        with pytest.raises(PoolBusy, match=f"held by processes {both}; stop them"):
+            pool_admin.clear(path)
+        other.communicate("\n")
+    asked = CliRunner().invoke(cli, ["pool", "clear", path])
+    assert isinstance(asked.exception, PoolBusy)
+    assert f"held by process {os.getpid()}; stop it" in str(asked.exception)
+    assert "Forget everything" not in asked.output  # there is nothing to decide yet
 
 
 def test_coherence_by_flushing_is_refused(path: str) -> None:
@@ -286,17 +310,18 @@ def test_a_reader_takes_no_slab_for_another(pool: PoolFile) -> None:
     reader, stride = SlabReader(pool), F.slab_stride(NBYTES)
     ref = reader.locate(1, number, generation, stride)
     assert ref is not None
-    assert reader.names(ref, NAMESPACE, KEY, 0, NBYTES)
+    assert reader.leading_sound([ref], NAMESPACE, KEY, rank=0, nbytes=NBYTES) == (1, [None])
     for namespace, key, rank, nbytes in (
         (b"m" * 16, KEY, 0, NBYTES), (NAMESPACE, b"j" * 16, 0, NBYTES), (NAMESPACE, KEY, 1, NBYTES), (NAMESPACE, KEY, 0, 4096),
     ):  # fmt: skip
-        assert not reader.names(ref, namespace, key, rank, nbytes)
+        assert reader.leading_sound([ref], namespace, key, rank=rank, nbytes=nbytes).n == 0
     for place in ((0, number), (9, number), (1, 1 << 31), (2, number)):
         assert reader.locate(*place, generation, stride) is None
     assert reader.locate(1, number, generation, 2 * stride) is None
-    assert reader.unchanged(ref)
+    assert reader.leading_unchanged([ref]) == 1
     directory.clear()
-    assert not reader.unchanged(ref)
+    assert reader.leading_unchanged([ref]) == 0
+    assert reader.leading_sound([ref], NAMESPACE, KEY, rank=0, nbytes=NBYTES).n == 0
 
 
 # --- configuration --------------------------------------------------------------------------------------------------------
@@ -329,4 +354,4 @@ def test_a_missing_client_of_the_server_is_named_with_its_remedy(tmp_path: Path)
         timeout=60, check=False,
     )  # fmt: skip
     assert run.returncode != 0
-    assert "pip install maru-sidecar[server]" in run.stderr
+    assert "pip install '.[server]'" in run.stderr

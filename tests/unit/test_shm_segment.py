@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import platform
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from test_shm_ring_records import SHAPE, make_info
+from tests.support.waiting import until
 
 from maru_shm import layout as L
 from maru_shm import segment as S
@@ -102,6 +107,47 @@ def test_a_dead_process_has_no_start_time() -> None:
     os.waitpid(pid, 0)
     assert S.process_start_time(pid) == 0
     assert S.process_start_time(os.getpid()) > 0
+
+
+def zombie() -> int:
+    """Pid of a child that has ended and was not waited for."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    return pid
+
+
+def test_a_process_that_ended_and_was_not_waited_for_does_not_run() -> None:
+    own = S.process_start_time(os.getpid())
+    assert S.process_runs(os.getpid())
+    assert S.process_runs(os.getpid(), own)
+    assert not S.process_runs(os.getpid(), own + 1)
+    assert not S.process_runs(os.getpid(), 0)
+    pid = zombie()
+    try:
+        start = S.process_start_time(pid)
+        assert start > 0  # its name is still its own
+        assert not S.process_runs(pid)
+        assert not S.process_runs(pid, start)
+    finally:
+        os.waitpid(pid, 0)
+    assert not S.process_runs(pid, 0)
+
+
+LEADERLESS = """
+import ctypes, sys, threading
+threading.Thread(target=sys.stdin.read).start()
+ctypes.CDLL(None).syscall(60, 0)  # exit(2): of this thread alone
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of exit(2)")
+def test_a_process_whose_main_thread_alone_has_ended_runs() -> None:
+    with subprocess.Popen([sys.executable, "-c", LEADERLESS], stdin=subprocess.PIPE) as child:
+        until(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z", "the main thread ended")
+        assert S.process_runs(child.pid, S.process_start_time(child.pid))
+        child.kill()
 
 
 @pytest.mark.parametrize("plant", ["fifo", "symlink", "directory", "giant"])

@@ -86,8 +86,8 @@ class Announcer:
         return len(self._events)
 
     # --- the main thread ------------------------------------------------------------
-    def flush(self, link: NodeLink, lease_of: Callable[[int], RegionLease | None]) -> None:
-        """Hand everything noted to the link; never waits."""
+    def flush(self, link: NodeLink, lease_of: Callable[[int], RegionLease | None], stride_of: Callable[[int], int]) -> None:
+        """Hand everything noted to the link; never waits. ``stride_of``: bytes from slab to slab in a region."""
         for group in _groups(self._events):
             first = group[0]
             keys = b"".join(event.key for event in group)
@@ -102,7 +102,7 @@ class Announcer:
             slabs = Slabs(
                 first.namespace, first.rank, keys,
                 np.array([e.number for e in group if isinstance(e, _Committed)], np.uint32),
-                np.array([e.generation for e in group if isinstance(e, _Committed)], np.uint64),
+                np.array([e.generation for e in group if isinstance(e, _Committed)], np.uint64), stride_of(first.region),
             )  # fmt: skip
             self.counts.published += len(group)
             link.publish(lease, slabs, self._published(link, slabs))

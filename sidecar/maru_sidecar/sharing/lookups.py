@@ -21,7 +21,7 @@ from maru_shm.errors import MaruError
 from maru_shm.layout import KEY_BYTES
 from maru_sidecar.directory import Directory
 from maru_sidecar.sharing.foreign import Asker, Beyond, ForeignLease, ForeignLeases, Place
-from maru_sidecar.sharing.slabs import SlabReader
+from maru_sidecar.slab_reader import SlabReader
 
 
 class Server(Protocol):

@@ -37,8 +37,10 @@ from maru_sidecar.pool_header import boot_id
 from maru_sidecar.sharing import owner
 from maru_sidecar.sharing.announcer import Announcer
 from maru_sidecar.sharing.lookups import PeerLookups
+from maru_sidecar.sharing.news import StoreNews
 from maru_sidecar.sharing.rights import GrantedRegions
-from maru_sidecar.sharing.slabs import SharedSlabs, SlabReader
+from maru_sidecar.sharing.slabs import SharedSlabs
+from maru_sidecar.slab_reader import SlabReader
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +88,7 @@ class Node:
         self._stride = 0
         self._refusal = ""
         self._lost = 0
+        self._stores = StoreNews()
         self._directory: Directory
         self.lookups: PeerLookups
         self.slabs: SharedSlabs
@@ -119,7 +122,7 @@ class Node:
     # --- the main thread ----------------------------------------------------------------------------------------------------
     def flush(self) -> None:
         """Tell the server what changed, ask for a region if one is wanted."""
-        self.events.flush(self.link, self._lease_of)
+        self.events.flush(self.link, self._lease_of, self._directory.shared.stride_of)
         self._grow()
 
     def tick(self) -> None:
@@ -134,6 +137,7 @@ class Node:
             elif lease.token != self._recorded.get(region) and lease.writable():
                 self._record(region, lease.token)
         self._give_back()
+        self._stores.look(self.no_stores)
         self.events.retry(self.link, self._directory)
         self.flush()
 
@@ -211,18 +215,48 @@ class Node:
         for (namespace, rank), rows in tables.items():
             yield Slabs(
                 namespace, rank, b"".join(r[0] for r in rows), np.array([r[1] for r in rows], np.uint32),
-                np.array([r[2] for r in rows], np.uint64),
+                np.array([r[2] for r in rows], np.uint64), self._directory.shared.stride_of(lease.region),
             )  # fmt: skip
+
+    # --- what is amiss; any thread --------------------------------------------------------------------------------------------
+    def no_stores(self) -> str:
+        """Why nothing can be stored now; empty if something can."""
+        if self.rights.writable:
+            return ""
+        s = self.link.stats()
+        if s.state in (LinkState.SUPERSEDED, LinkState.STOPPED):
+            return s.last_error or "the link to the metadata server has ended"
+        if s.state is LinkState.CONNECTING or not self.link.lease.held():
+            lease = "the lease has run out" if self.link.lease.term else "no lease yet"
+            if s.state is LinkState.CONNECTING:
+                return f"{lease}, and there is no session with the metadata server: {s.last_error or 'connecting'}"
+            return f"{lease}, and the metadata server's answer is awaited"
+        if len(self.rights):
+            return "the regions held from before are not confirmed yet; they are once a lease and the grace time have passed"
+        refused = s.regions_refused or self._refusal
+        return f"no region was granted: {refused}" if refused else "no region is granted yet: the server was asked for one"
+
+    def trouble(self) -> str:
+        """What sharing lacks now; empty if nothing. What is here is served all the same."""
+        if why := self.no_stores():
+            return f"nothing can be stored: {why}"
+        s = self.link.stats()
+        if s.state is LinkState.CONNECTING and s.last_error:
+            return f"no session with the metadata server, stores stop when the lease ends: {s.last_error}"
+        return ""
 
     # --- status and end -------------------------------------------------------------------------------------------------------
     def status(self) -> dict[str, object]:
         """Plain values for the status page."""
         s, told, asked = self.link.stats(), self.events.counts, self.lookups.counts
+        no_stores = self.no_stores()
+        error = "last_error" if s.state in (LinkState.CONNECTING, LinkState.SUPERSEDED) else "past_error"
         return {
             "node": self.name,
             "server": self._config.endpoint,
             "state": s.state.value,
-            "can_store": self.rights.writable > 0,
+            "can_store": not no_stores,
+            **({"cannot_store_because": no_stores} if no_stores else {}),
             "regions": len(self.rights),
             "regions_writable": self.rights.writable,
             "regions_lost": self._lost,
@@ -239,7 +273,7 @@ class Node:
             "foreign_leases": len(self.lookups.leases),
             "reconnects": s.reconnects,
             **({"region_refused": self._refusal} if self._refusal else {}),
-            **({"last_error": s.last_error} if s.last_error else {}),
+            **({error: s.last_error, f"{error}_age_s": round(s.last_error_ms_ago / 1e3, 1)} if s.last_error else {}),
         }
 
     def close(self) -> None:
