@@ -14,6 +14,7 @@ from maru_server import protocol as P
 from maru_server.auth import guard_server, require_token
 from maru_server.backend import Backend
 from maru_server.cluster_state import Settings
+from maru_server.errors import BackendUnavailable
 from maru_server.handshakes import RefusedPeers
 from maru_server.http import HttpFront
 from maru_server.lease import boottime_ns
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 TICK_MS = 100
 _BURST = 64  # messages between two looks at the clock
 _PENDING = 4096  # messages per peer that libzmq queues
+_UNREAD = 256  # replies for a peer that does not read them: up to 240 KB each, and no client has that many requests out
 
 
 class Server:
@@ -57,7 +59,7 @@ class Server:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, P.MAX_FRAME)
         self._socket.setsockopt(zmq.RCVHWM, _PENDING)
-        self._socket.setsockopt(zmq.SNDHWM, _PENDING)
+        self._socket.setsockopt(zmq.SNDHWM, _UNREAD)
         self._socket.setsockopt(zmq.IPV6, any("[" in e for e in endpoints))
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)  # finds connections that a cut link left half open
@@ -132,6 +134,9 @@ class Server:
         try:
             self._backend.tick()
             self._pages.tick_failed = ""
+        except BackendUnavailable as e:  # /readyz says so; restarting this server would not help
+            self._pages.tick_failed = ""
+            log.warning("the backend does not answer: %s", e)
         except Exception as e:
             log.exception("tick failed; it is tried again")
             self._pages.tick_failed = f"the last tick failed: {type(e).__name__}"

@@ -64,7 +64,7 @@ class Service:
     def __init__(self, backend: Backend, settings: Settings) -> None:
         self._backend = backend
         self._settings = settings
-        self._sessions: dict[bytes, Session] = {}
+        self._sessions: dict[bytes, Session] = {}  #: the one silent for longest first
         self.instance = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._started_ns = boottime_ns()
         self.metrics = RequestMetrics(kind.__name__ for kind in get_args(P.Request))
@@ -147,9 +147,10 @@ class Service:
             return P.Ok()
         if isinstance(m, P.Hello):
             return self._hello(identity, m)
-        session = self._sessions.get(identity)
+        session = self._sessions.pop(identity, None)
         if session is None:
             raise ServerRefused(ErrorCode.NO_SESSION, "no session on this connection", "say Hello first")
+        self._sessions[identity] = session  # in the order of their last use
         session.last_ns = boottime_ns()
         now_epoch = self._backend.epoch()
         if epoch != now_epoch:
@@ -171,9 +172,10 @@ class Service:
         for field, value in (("client", m.client), ("node", m.node), ("label", m.label)):
             _check_name(field, value)
         _check_range("incarnation", m.incarnation, 0, 1 << 62)
-        if identity not in self._sessions and len(self._sessions) >= MAX_SESSIONS:
-            raise ServerRefused(ErrorCode.LIMIT, f"{len(self._sessions)} sessions already", "close some, or run another server")
         member = self._backend.join(m) if m.node else ""
+        self._sessions.pop(identity, None)
+        while len(self._sessions) >= MAX_SESSIONS:  # the one silent for longest; who still lives says Hello again
+            del self._sessions[next(iter(self._sessions))]
         self._sessions[identity] = Session(m.client, member, boottime_ns())
         s = self._settings
         return P.Welcome(

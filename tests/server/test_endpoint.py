@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from maru_server.connection import default_endpoint
 from maru_shm.endpoint import normal_endpoint
 from maru_shm.errors import ConfigError
 from maru_sidecar.config import load_config
@@ -48,3 +49,15 @@ def test_the_sidecars_configuration_takes_the_same_forms() -> None:
     for wrong in ("127.0.0.1", "http://127.0.0.1:17420"):
         with pytest.raises(ConfigError, match="HOST:PORT"):
             load_config(environ={}, flags={"pool.shared": "true", "server.endpoint": wrong})
+
+
+def test_one_name_in_the_environment_is_the_address_for_sidecar_and_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"MARU_SERVER_ENDPOINT": "10.0.0.1:7420", "MARU_POOL_SHARED": "true"}
+    assert load_config(environ=environment).server.endpoint == "tcp://10.0.0.1:7420"
+    monkeypatch.delenv("MARU_SERVER", raising=False)
+    monkeypatch.setenv("MARU_SERVER_ENDPOINT", "10.0.0.1:7420")
+    assert normal_endpoint(default_endpoint()) == "tcp://10.0.0.1:7420"
+
+
+def test_the_name_of_the_commands_does_not_make_a_sidecar_share_its_pool() -> None:
+    assert load_config(environ={"MARU_SERVER": "tcp://10.0.0.1:7420"}).server.endpoint == ""

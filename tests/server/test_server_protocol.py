@@ -14,9 +14,13 @@ from servers import Node, ServerProcess, keys_of
 
 from maru_server import protocol as P
 from maru_server.client import DirectoryClient
+from maru_server.cluster_state import Settings
 from maru_server.connection import Connection
-from maru_server.errors import ServerRefused, ServerUnavailable
+from maru_server.errors import BackendUnavailable, ServerRefused, ServerUnavailable
+from maru_server.memory import MemoryBackend
 from maru_server.protocol import ErrorCode
+from maru_server.server import Server
+from maru_server.service import Service
 
 
 class Raw:
@@ -202,3 +206,38 @@ def test_frames_that_are_no_message_are_dropped_or_refused_and_the_server_goes_o
 def test_no_server_is_an_error_with_the_address_in_it_and_in_bounded_time() -> None:
     with pytest.raises(ServerUnavailable, match=r"tcp://127\.0\.0\.1:1\b"):
         DirectoryClient("tcp://127.0.0.1:1", timeout_ms=200)
+
+
+def test_a_full_server_forgets_who_was_silent_for_longest_and_turns_nobody_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maru_server.service.MAX_SESSIONS", 3)
+    backend = MemoryBackend(Settings())
+    service = Service(backend, Settings())
+
+    def ask(who: bytes, message: P.Request) -> P.Reply:
+        header = P.HEADER.pack(P.MAGIC, P.PROTOCOL, 0, 1, backend.epoch())
+        answer = service.answer(who, [header, P.encoder.encode(message)])
+        assert answer is not None
+        return P.to_client.decode(answer[1])
+
+    hello = P.Hello(P.PROTOCOL_MIN, P.PROTOCOL, "test")
+    for name in (b"a", b"b", b"c"):
+        assert isinstance(ask(name, hello), P.Welcome)
+    assert isinstance(ask(b"a", P.GetStats()), P.Stats)
+    assert isinstance(ask(b"d", hello), P.Welcome)
+    assert isinstance(ask(b"a", P.GetStats()), P.Stats)
+    refused = ask(b"b", P.GetStats())
+    assert isinstance(refused, P.Error)
+    assert refused.code is ErrorCode.NO_SESSION
+
+
+def test_a_store_that_is_away_costs_readiness_and_not_the_liveness_of_the_servers_before_it() -> None:
+    class Away(MemoryBackend):
+        def tick(self) -> None:
+            raise BackendUnavailable("redis://nowhere does not answer", "start it")
+
+    server = Server(Away(Settings()), Settings(), ["tcp://127.0.0.1:0"])
+    try:
+        server._tick()
+        assert server._pages.page("/healthz").status == 200
+    finally:
+        server.close()
