@@ -39,6 +39,7 @@ from maru_shm.geometry import (  # noqa: E402
     KvLayout,
     KvPlane,
     KvRegion,
+    Share,
 )
 from maru_sidecar.transfer.cuda import CudaCopy, CudaTarget, CudaTransfer  # noqa: E402
 
@@ -93,7 +94,7 @@ def sliced(target: CudaTarget, direction: Direction, offsets: npt.NDArray[np.uin
             for part in range(cut):
                 if len(flying) == 2:
                     flying.popleft().wait()
-                flying.append(target.submit(direction, offsets[span], table[span], part=part, parts=cut))
+                flying.append(target.submit(direction, offsets[span], table[span], Share(part, cut)))
         for copy in flying:
             copy.wait()
 

@@ -66,7 +66,7 @@ def describe(kv_caches: Mapping[str, Any], num_blocks: int, block_tokens: int) -
             raise AttachRefused(
                 f"KV cache of layer {name} is a {type(tensor).__name__}", "only single tensors per layer are supported"
             )
-        identity = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
+        identity = _identity(tensor)
         if identity in seen:
             continue
         seen.add(identity)
@@ -103,7 +103,7 @@ def placed_layers(kv_caches: Mapping[str, Any], num_blocks: int) -> dict[str, tu
     number: dict[tuple[object, ...], int] = {}  # of each distinct tensor
     for name in sorted(kv_caches, key=_natural):
         tensor = kv_caches[name]
-        identity = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
+        identity = _identity(tensor)
         if identity not in number:
             number[identity] = len(number)
             planes += _planes_of(name, tensor, num_blocks, tensor.untyped_storage().data_ptr(), number[identity])[0]
@@ -117,10 +117,12 @@ def placed_layers(kv_caches: Mapping[str, Any], num_blocks: int) -> dict[str, tu
             )
             within += p.piece
         slab_offset += whole
-    return {
-        name: tuple(placed[number[tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())]])
-        for name, tensor in kv_caches.items()
-    }
+    return {name: tuple(placed[number[_identity(tensor)]]) for name, tensor in kv_caches.items()}
+
+
+def _identity(tensor: Any) -> tuple[object, ...]:
+    """Equal for layers that share one tensor."""
+    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
 
 
 def _planes_of(name: str, tensor: Any, num_blocks: int, region: int, layer: int) -> tuple[list[_Plane], str]:

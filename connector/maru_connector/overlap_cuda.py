@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from maru_connector.log import get_logger
 from maru_connector.pool_view import PoolView
-from maru_shm.copy_shapes import COPY, Copies, CopyPlanner, HostPieces, PlacedPlane
+from maru_shm.copy_shapes import COPY, Copies, CopyPlanner, HostPieces, Kind, PlacedPlane, Runs
 from maru_shm.cuda.driver import CudaDriver, CudaError
 from maru_shm.errors import MaruError, TransferError
 from maru_shm.geometry import Direction
@@ -68,6 +68,7 @@ class CudaCopier:
         self._submitted = 0
         self._refused = False  #: the driver refused copies that were planned for it
         self._job: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]] | None = None
+        self._runs: dict[Kind, Runs] = {}  #: of the job: its layers' blocks form the same ones
         self._locked: dict[int, list[int]] = {}  # view's address → pieces registered
         self._usable: set[int] = set()
         self._stop = threading.Event()
@@ -134,7 +135,7 @@ class CudaCopier:
 
     # --- a job ------------------------------------------------------------------------------------------------------------
     def start(self, slabs: npt.NDArray[np.uint64], blocks: npt.NDArray[np.int32]) -> None:
-        self._job, self._submitted = (slabs, blocks), 0
+        self._job, self._runs, self._submitted = (slabs, blocks), {}, 0
         self._driver.record_event(self._begin, self._engine.current_stream())
         self._driver.order_after(self._stream, self._begin)
         self._submit_to(AHEAD)
@@ -143,7 +144,7 @@ class CudaCopier:
         assert self._job is not None
         while self._submitted < min(end, len(self._planners)):
             layer, self._submitted = self._submitted, self._submitted + 1
-            copies = self._planners[layer].plan(*self._job)
+            copies = self._planners[layer].plan(*self._job, known=self._runs)
             for at in range(0, len(copies), ROOM):
                 self._submit(copies[at : at + ROOM])
             self._driver.record_event(self._arrived[layer], self._stream)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from maru_connector.pool_view import PoolView
-from maru_shm.copy_shapes import Copies, CopyPlanner, PlacedPlane
+from maru_shm.copy_shapes import Copies, CopyPlanner, Kind, PlacedPlane, Runs
 from maru_shm.errors import TransferError
 
 _NO_PITCH_LIMIT = 1 << 62
@@ -73,9 +73,10 @@ class HostCopier:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            runs: dict[Kind, Runs] = {}
             try:
                 for planner, arrived in zip(self._planners, self._arrived, strict=True):
-                    _copy(planner.plan(*job))
+                    _copy(planner.plan(*job, known=runs))
                     arrived.set()
             except Exception as e:  # noqa: BLE001 - the engine's thread raises it: nobody may wait for ever
                 self._error = e

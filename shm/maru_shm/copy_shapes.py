@@ -42,7 +42,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from maru_shm.geometry import KvLayout
+from maru_shm.geometry import WHOLE, KvLayout, Share
 
 #: One strided copy. ``host`` and ``device`` are start addresses, ``width`` is in bytes, ``*_row`` are row pitches in bytes,
 #: ``*_layer`` the rows from one layer to the next. Whether host or device is the source is the direction's business.
@@ -62,7 +62,7 @@ COPY = np.dtype(
 Copies = npt.NDArray[np.void]
 #: ``count`` blocks of a plane at offset 0: slab addresses step by ``host_step`` bytes, ids by ``id_step``, both upwards.
 _RUN = np.dtype([("host", "<u8"), ("id", "<u8"), ("count", "<u8"), ("host_step", "<u8"), ("id_step", "<u8")])
-_Runs = npt.NDArray[np.void]
+Runs = npt.NDArray[np.void]
 
 _PITCHED_US = 3.0
 _FLAT_US = 0.25  #: the CPU's part overlaps with the copies, so it is not counted in full: pitched from 13 rows of 32 KiB on
@@ -187,7 +187,7 @@ def _flat_us(width: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class Kind:
     """What the runs of a progression depend on: equal for most planes of a cache, so runs are found once."""
 
     slab_step: int
@@ -214,7 +214,7 @@ class _Shape:
     """A progression with the pitches of its block copy worked out."""
 
     of: Progression
-    kind: _Kind
+    kind: Kind
     block: tuple[_Axis, _Axis] | None  #: slab and cache, for the block copy; None: planes one by one
 
 
@@ -260,26 +260,32 @@ class CopyPlanner:
             slab = _as_layers(p.slab_stride, p.piece, p.slab_stride, self._max_pitch)
             cache = _as_layers(p.device_stride, p.piece, p.block_stride, self._max_pitch)
             block = (slab, cache) if slab is not None and cache is not None else None
-        return _Shape(p, _Kind(p.slab_step, p.block_stride, p.piece), block)
+        return _Shape(p, Kind(p.slab_step, p.block_stride, p.piece), block)
 
-    def plan(self, slabs: npt.NDArray[np.uint64], blocks: npt.NDArray[np.int32], *, part: int = 0, parts: int = 1) -> Copies:
+    def plan(
+        self,
+        slabs: npt.NDArray[np.uint64],
+        blocks: npt.NDArray[np.int32],
+        share: Share = WHOLE,
+        known: dict[Kind, Runs] | None = None,
+    ) -> Copies:
         """Copies for ``n`` chunks; none overlaps another. Those of one allocation follow each other: the driver likes it so.
 
         ``slabs``: shape (n,), the address of each slab's data. ``blocks``: shape (n, blocks per chunk), block ids; a
-        negative id copies nothing. ``part`` of ``parts``: for that share of the allocations only.
+        negative id copies nothing. ``share``: of the allocations. ``known``: runs found before for the same slabs and blocks,
+        by a planner with the same limit; those found now are added.
         """
         groups = self._shapes(blocks.shape[1])
-        chosen = groups[part * len(groups) // parts : (part + 1) * len(groups) // parts]
-        runs: dict[_Kind, _Runs] = {}
+        runs = {} if known is None else known
         out: list[Copies] = []
-        for shape in (shape for group in chosen for shape in group):
+        for shape in (shape for group in groups[share.of(len(groups))] for shape in group):
             if shape.kind not in runs:
                 runs[shape.kind] = self._runs(shape.kind, slabs.astype(np.uint64), blocks.astype(np.int64))
             out += self._of(shape, runs[shape.kind])
         return _cut(np.concatenate(out), self._pieces) if out else np.empty(0, COPY)
 
     # --- runs -----------------------------------------------------------------------------------------------------------------
-    def _runs(self, kind: _Kind, slabs: npt.NDArray[np.uint64], ids: npt.NDArray[np.int64]) -> _Runs:
+    def _runs(self, kind: Kind, slabs: npt.NDArray[np.uint64], ids: npt.NDArray[np.int64]) -> Runs:
         hosts = slabs[:, None] + np.arange(ids.shape[1], dtype=np.uint64) * np.uint64(kind.slab_step)
         wanted = ids >= 0
         pitchable = kind.slab_step <= self._max_pitch and kind.block_stride <= self._max_pitch
@@ -296,7 +302,7 @@ class CopyPlanner:
         return np.concatenate([rows, *(_column_runs(hosts, ids, first, last) for first, last in columns)])
 
     def _columns(
-        self, kind: _Kind, slabs: npt.NDArray[np.uint64], ids: npt.NDArray[np.int64], row_us: npt.NDArray[np.float64]
+        self, kind: Kind, slabs: npt.NDArray[np.uint64], ids: npt.NDArray[np.int64], row_us: npt.NDArray[np.float64]
     ) -> list[tuple[int, int]]:
         """Spans of chunks (first, last) that cost less in columns than in rows. They do not overlap."""
         if len(ids) < 2:
@@ -328,7 +334,7 @@ class CopyPlanner:
         return found
 
     # --- copies ---------------------------------------------------------------------------------------------------------------
-    def _of(self, shape: _Shape, runs: _Runs) -> list[Copies]:
+    def _of(self, shape: _Shape, runs: Runs) -> list[Copies]:
         """The copies of one progression: each run in its cheapest form."""
         p, kind = shape.of, shape.kind
         count = runs["count"].astype(np.float64)
@@ -355,7 +361,7 @@ class CopyPlanner:
 
 def _rows(
     hosts: npt.NDArray[np.uint64], ids: npt.NDArray[np.int64], wanted: npt.NDArray[np.bool_], step: int
-) -> tuple[_Runs, npt.NDArray[np.int64]]:
+) -> tuple[Runs, npt.NDArray[np.int64]]:
     """Maximal runs in which slab bytes and block ids both step to their next neighbour, and the chunk each begins in.
 
     Falling ids never make one: a pitch cannot be negative.
@@ -373,7 +379,7 @@ def _rows(
     return runs, chunks[starts]
 
 
-def _column_runs(hosts: npt.NDArray[np.uint64], ids: npt.NDArray[np.int64], first: int, last: int) -> _Runs:
+def _column_runs(hosts: npt.NDArray[np.uint64], ids: npt.NDArray[np.int64], first: int, last: int) -> Runs:
     """One run per column of a span, from the end where both addresses are lowest."""
     low, high = (first, last) if hosts[first, 0] < hosts[last, 0] else (last, first)
     inner = first + 1 if low == first else last - 1
@@ -385,7 +391,7 @@ def _column_runs(hosts: npt.NDArray[np.uint64], ids: npt.NDArray[np.int64], firs
     return runs
 
 
-def _singles(runs: _Runs) -> _Runs:
+def _singles(runs: Runs) -> Runs:
     """The same blocks, one per run."""
     counts = runs["count"].astype(np.int64)
     out = np.repeat(runs, counts)
@@ -396,7 +402,7 @@ def _singles(runs: _Runs) -> _Runs:
     return out
 
 
-def _plane_copies(p: Progression, runs: _Runs, flat: npt.NDArray[np.bool_]) -> Copies:
+def _plane_copies(p: Progression, runs: Runs, flat: npt.NDArray[np.bool_]) -> Copies:
     """Every plane × every run: rows are blocks, or all of a ``flat`` run is one row."""
     out = np.zeros((p.count, len(runs)), COPY)
     planes = np.arange(p.count, dtype=np.uint64)[:, None]
@@ -413,7 +419,7 @@ def _plane_copies(p: Progression, runs: _Runs, flat: npt.NDArray[np.bool_]) -> C
     return out.reshape(-1)
 
 
-def _block_copies(p: Progression, slab: _Axis, cache: _Axis, runs: _Runs) -> Copies:
+def _block_copies(p: Progression, slab: _Axis, cache: _Axis, runs: Runs) -> Copies:
     """One copy per block: layers are planes."""
     out = np.zeros(len(runs), COPY)
     out["host"] = runs["host"] + np.uint64(p.slab_offset)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,6 +30,20 @@ class Direction(enum.Enum):
 
     LOAD = "load"  #: slab → engine
     STORE = "store"  #: engine → slab
+
+
+class Share(NamedTuple):
+    """Part number ``part`` (from 0) of ``parts`` of something that is copied in parts."""
+
+    part: int = 0
+    parts: int = 1
+
+    def of(self, n: int) -> slice:
+        """Which of ``n`` pieces; all shares together are all of them, none twice."""
+        return slice(self.part * n // self.parts, (self.part + 1) * n // self.parts)
+
+
+WHOLE = Share()
 
 
 class RegionKind(enum.StrEnum):

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from maru_shm import layout as L
 from maru_shm.errors import EngineGone, TransferError
-from maru_shm.geometry import Direction
+from maru_shm.geometry import WHOLE, Direction, Share
 from maru_sidecar.tickets import Ticket
 from maru_sidecar.transfer.base import Copy, KvTarget
 
@@ -53,7 +53,7 @@ class WorkerPort:
     chunk_tokens: int
     slab_bytes: int
     words: memoryview  #: the segment's u64 words; valid while the worker has outstanding tickets
-    slab_weight: int = 0  #: bytes that copying a slab counts for
+    slab_weight: int = field(init=False)  #: bytes that copying a slab counts for
 
     def __post_init__(self) -> None:
         pieces = self.chunk_tokens // self.target.layout.block_tokens * len(self.target.layout.planes)
@@ -236,14 +236,12 @@ class CopyThread(ABC, Generic[J, F]):
         direction: Direction,
         offsets: npt.NDArray[np.uint64],
         blocks: npt.NDArray[np.int32],
-        *,
-        part: int = 0,
-        parts: int = 1,
+        share: Share = WHOLE,
     ) -> Copy:
         """Begin the copy of a slice that was announced. Small ones are made here, so this may hang like a wait."""
         self._busy_ns = time.monotonic_ns()
         try:
-            return job.port.target.submit(direction, offsets, blocks, part=part, parts=parts)
+            return job.port.target.submit(direction, offsets, blocks, share)
         except BaseException:
             if not job.in_flight:
                 job.ticket.end_copy()

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from maru_shm import failpoints
 from maru_shm import layout as L
-from maru_shm.geometry import Direction
+from maru_shm.geometry import Direction, Share
 from maru_sidecar.checksum import SlabChecker
 from maru_sidecar.copy_thread import CopyThread, Flight, Job
 from maru_sidecar.directory import Acquired, Directory
@@ -150,7 +150,7 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
             return
         failpoints.hit("load.before_copy")
         offsets, blocks = job.offsets[start:stop], request.blocks[start:stop]
-        copy = self._submit(job, Direction.LOAD, offsets, blocks, part=job.part, parts=job.parts)
+        copy = self._submit(job, Direction.LOAD, offsets, blocks, Share(job.part, job.parts))
         job.part += 1
         last = job.part == job.parts
         if last:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 from maru_shm import layout as L
@@ -108,19 +109,22 @@ class ControlService:
     def pool_ready(self) -> None:
         """Serve the attaches that came before the pool was open."""
         early, self._early = self._early, []
-        sessions = self._host.sessions
         for connection, message, fds in early:
-            if sessions is None or connection.hung_up:
-                close_later(fds)
-                self.server.close_connection(connection)
-                continue
-            try:
-                sessions.attach(connection, message, fds)
-            except Refusal as e:
-                self.server.reply(connection, M.Refused(e.code, e.what, e.remedy))
-            except Exception:  # descriptors that ran out, say: this peer's trouble, not the daemon's
-                log.exception("an attach that came before the pool was open failed; its connection is closed")
-                self.server.close_connection(connection)
+            self._poller.call_soon(partial(self._attach_early, connection, message, fds))
+
+    def _attach_early(self, connection: Connection, message: M.Attach, fds: list[int]) -> None:
+        sessions = self._host.sessions
+        if sessions is None or connection.hung_up:
+            close_later(fds)
+            self.server.close_connection(connection)
+            return
+        try:
+            sessions.attach(connection, message, fds)
+        except Refusal as e:
+            self.server.reply(connection, M.Refused(e.code, e.what, e.remedy))
+        except BaseException:  # counted and logged by the poller: descriptors that ran out, say, are this peer's trouble
+            self.server.close_connection(connection)
+            raise
 
     def _detach(self, connection: Connection) -> M.Done | None:
         sessions = self._host.sessions

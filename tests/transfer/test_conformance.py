@@ -11,7 +11,7 @@ from tests.support.kv_process import random_bytes
 from tests.transfer.conftest import REGION, Rig
 
 from maru_shm.errors import AttachRefused, EngineGone
-from maru_shm.geometry import Direction, KvLayout, KvPlane, KvRegion, RegionKind
+from maru_shm.geometry import Direction, KvLayout, KvPlane, KvRegion, RegionKind, Share
 from maru_shm.layout import SKIP_BLOCK
 from maru_sidecar.transfer.base import Peer
 
@@ -63,7 +63,7 @@ def test_the_parts_of_a_span_are_together_the_whole(rig: Rig, case: KvCase, part
     wanted = rig.process.fill(600)
     for offset, blocks in zip(offsets, table, strict=True):
         case.scatter(wanted, blocks, rig.pool.bytes[int(offset) : int(offset) + size])
-    copies = [target.submit(Direction.LOAD, offsets, table, part=i, parts=parts) for i in range(parts)]
+    copies = [target.submit(Direction.LOAD, offsets, table, Share(i, parts)) for i in range(parts)]
     for copy in copies:
         copy.wait()
     assert sum(copy.nbytes for copy in copies) == int((table != SKIP_BLOCK).sum()) * case.block_bytes

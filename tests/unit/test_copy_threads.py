@@ -17,7 +17,7 @@ from tests.support.waiting import until
 from maru_shm import layout as L
 from maru_shm import segment as segments
 from maru_shm.errors import TransferError
-from maru_shm.geometry import Direction, KvLayout, KvPlane
+from maru_shm.geometry import WHOLE, Direction, KvLayout, KvPlane, Share
 from maru_shm.records import ClientRecords, SidecarRecords
 from maru_shm.ring import SubmissionProducer
 from maru_sidecar.copy_thread import PIECE_WEIGHT, WorkerPort
@@ -33,6 +33,7 @@ from maru_sidecar.transfer.cpu import CpuTransfer
 BLOCK, CHUNK_BLOCKS, BLOCKS = 4096, 4, 256
 SLAB = BLOCK * CHUNK_BLOCKS
 NAMESPACE = b"n" * 16
+U64, I32 = npt.NDArray[np.uint64], npt.NDArray[np.int32]
 
 
 class Bench:
@@ -114,20 +115,12 @@ class Breaking:
         self.parts = parts
         self.submitted: list[tuple[int, int, int]] = []  #: (chunks, part, parts)
 
-    def submit(
-        self,
-        direction: Direction,
-        offsets: npt.NDArray[np.uint64],
-        table: npt.NDArray[np.int32],
-        *,
-        part: int = 0,
-        parts: int = 1,
-    ) -> Copy:
+    def submit(self, direction: Direction, offsets: U64, table: I32, share: Share = WHOLE) -> Copy:
         self._left -= 1
         if self._left < 0:
             raise self._error
-        self.submitted.append((len(offsets), part, parts))
-        return self._target.submit(direction, offsets, table, part=part, parts=parts)
+        self.submitted.append((len(offsets), *share))
+        return self._target.submit(direction, offsets, table, share)
 
     def close(self) -> None:
         self._target.close()
@@ -244,18 +237,10 @@ class Meddling(Breaking):
         super().__init__(target, ZeroDivisionError(), after=99)
         self._meddle = meddle
 
-    def submit(
-        self,
-        direction: Direction,
-        offsets: npt.NDArray[np.uint64],
-        table: npt.NDArray[np.int32],
-        *,
-        part: int = 0,
-        parts: int = 1,
-    ) -> Copy:
+    def submit(self, direction: Direction, offsets: U64, table: I32, share: Share = WHOLE) -> Copy:
         if len(self.submitted) == 1:
             self._meddle()
-        return super().submit(direction, offsets, table, part=part, parts=parts)
+        return super().submit(direction, offsets, table, share)
 
 
 def test_a_slab_that_changed_during_its_copy_is_a_miss_from_there_on(bench: Bench) -> None:
@@ -362,15 +347,7 @@ def test_a_copy_that_does_not_end_shows(bench: Bench) -> None:
         parts = 1
         layout = bench.target.layout
 
-        def submit(
-            self,
-            direction: Direction,
-            offsets: npt.NDArray[np.uint64],
-            table: npt.NDArray[np.int32],
-            *,
-            part: int = 0,
-            parts: int = 1,
-        ) -> Copy:
+        def submit(self, direction: Direction, offsets: U64, table: I32, share: Share = WHOLE) -> Copy:
             return stuck
 
         def close(self) -> None: ...

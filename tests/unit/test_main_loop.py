@@ -322,6 +322,8 @@ def test_an_attach_that_came_before_the_pool_and_fails_costs_its_own_connection(
             service.request(connection, message, [])  # type: ignore[arg-type]
         host.sessions = Attaching()
         service.pool_ready()
+        poller.poll(0)
+        assert poller.failed == 1
     finally:
         poller.close()
     assert seen == [("attach", first), ("closed", first), ("attach", second)]

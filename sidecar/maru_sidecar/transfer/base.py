@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from maru_shm.geometry import Direction, KvLayout
+from maru_shm.geometry import WHOLE, Direction, KvLayout, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,11 @@ class KvTarget(Protocol):
         direction: Direction,
         slab_offsets: npt.NDArray[np.uint64],
         blocks: npt.NDArray[np.int32],
-        *,
-        part: int = 0,
-        parts: int = 1,
+        share: Share = WHOLE,
     ) -> Copy:
         """Start copying ``n`` chunks. ``slab_offsets``: shape (n,), bytes from the pool's start. ``blocks``: shape
-        (n, blocks per chunk), manager block ids or ``SKIP_BLOCK``. ``part`` of ``parts``: that share of the planes; all
-        parts together are the chunks."""
+        (n, blocks per chunk), manager block ids or ``SKIP_BLOCK``. ``share``: of the planes; all shares together are the
+        chunks."""
         ...
 
     def close(self) -> None:

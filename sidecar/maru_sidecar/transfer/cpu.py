@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from maru_shm.errors import AttachRefused, EngineGone, TransferError
-from maru_shm.geometry import Direction, KvLayout, RegionKind
+from maru_shm.geometry import WHOLE, Direction, KvLayout, RegionKind, Share
 from maru_shm.layout import SKIP_BLOCK
 from maru_sidecar.transfer.base import Peer, PoolMapping
 
@@ -178,13 +178,10 @@ class CpuTarget:
         direction: Direction,
         slab_offsets: npt.NDArray[np.uint64],
         blocks: npt.NDArray[np.int32],
-        *,
-        part: int = 0,
-        parts: int = 1,
+        share: Share = WHOLE,
     ) -> CpuCopy:
         """See :class:`~maru_sidecar.transfer.base.KvTarget`. Small copies are done on return, well or not."""
-        n = len(self._piece)
-        local, remote = self._pieces(slab_offsets, blocks, slice(part * n // parts, (part + 1) * n // parts))
+        local, remote = self._pieces(slab_offsets, blocks, share.of(len(self._piece)))
         copy = CpuCopy(self, direction, local, remote)
         if not copy.has_work:  # every block skipped
             return copy

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from maru_shm.copy_shapes import CopyPlanner, place
 from maru_shm.cuda.driver import CudaDriver, CudaError
 from maru_shm.errors import AttachRefused, EngineGone, MaruError, PlatformUnsupported, TransferError
-from maru_shm.geometry import Direction, KvLayout, RegionKind
+from maru_shm.geometry import WHOLE, Direction, KvLayout, RegionKind, Share
 from maru_sidecar.transfer.base import Peer, PoolMapping
 from maru_sidecar.transfer.cpu import peer_exited
 from maru_sidecar.transfer.cuda_device import CudaDevice, Mapping
@@ -246,14 +246,12 @@ class CudaTarget:
         direction: Direction,
         slab_offsets: npt.NDArray[np.uint64],
         blocks: npt.NDArray[np.int32],
-        *,
-        part: int = 0,
-        parts: int = 1,
+        share: Share = WHOLE,
     ) -> CudaCopy:
         """See :class:`~maru_sidecar.transfer.base.KvTarget`. About 6 µs per descriptor, more where the pool is not pinned."""
         start = time.thread_time_ns()
         slabs = slab_offsets.astype(np.uint64) + np.uint64(self._engine.pool.address)
-        copies = self.planner.plan(slabs, blocks, part=part, parts=parts)
+        copies = self.planner.plan(slabs, blocks, share)
         nbytes = int((copies["width"] * copies["height"] * copies["depth"]).sum())
         if not len(copies):
             return CudaCopy(self, 0, 0, 0)
