@@ -105,8 +105,3 @@ class ChunkKeys:
             self.keys += parent
         self._parent = parent
         return total
-
-    def truncate(self, n_chunks: int, root: bytes) -> None:
-        """Forget the keys from chunk ``n_chunks`` on (tokens were rewound); ``root`` is the parent if nothing is left."""
-        del self.keys[n_chunks * KEY_BYTES :]
-        self._parent = bytes(self.keys[-KEY_BYTES:]) if self.keys else root

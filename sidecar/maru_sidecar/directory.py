@@ -295,10 +295,6 @@ class Directory:
                 self._held.unpin(chunk)
             self._copies -= len(chunks)
 
-    def header(self, ref: SlabRef) -> SlabHeader:
-        """The header of a slab that the caller has acquired: its length, checksum, tokens."""
-        return self._regions.read_header(ref.header)
-
     def _leading(self, namespace: bytes, keys: bytes, world: int) -> list[Chunk]:
         counts = self._counts
         counts["lookups"] += 1

@@ -138,14 +138,6 @@ class ServiceManager:
         """Work is being finished; the process exits by itself."""
         return self._send("STOPPING=1", *_status_lines(status))
 
-    def reloading(self, now_us: int) -> bool:
-        """A reload began (``Type=notify-reload``); ``now_us`` is CLOCK_MONOTONIC in µs. Answer with :meth:`ready` when done."""
-        return self._send("RELOADING=1", f"MONOTONIC_USEC={now_us}")
-
-    def extend_timeout(self, seconds: float) -> bool:
-        """Ask for ``seconds`` more, from now, before the manager's start or stop limit strikes."""
-        return self._send(f"EXTEND_TIMEOUT_USEC={max(1, int(seconds * 1e6))}")
-
     def store_fd(self, name: str, fd: int) -> bool:
         """Keep ``fd`` in the manager's store over restarts.
 

@@ -151,11 +151,6 @@ class RegionTable:
         region = self._regions[slab // self.region_bytes]
         return region.base + region.data_offset + _number(region, slab) * region.stride
 
-    def slab_at(self, data_offset: int) -> int:
-        """The slab whose data starts at ``data_offset``: the inverse of :meth:`data_offset`."""
-        region = self._regions[data_offset // self.region_bytes]
-        return _slab(region, (data_offset - region.base - region.data_offset) // region.stride)
-
     def state_word(self, slab: int) -> int:
         return self._words[slab >> 3]
 

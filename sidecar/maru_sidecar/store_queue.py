@@ -117,7 +117,6 @@ class Writer(CopyThread[StoreJob, StoreFlight]):
         self._checker = checker
         self._loader_quiet = loader_quiet
         self._patience_s = patience_s
-        self.loads_waited_s = 0.0  #: time stores have stood back
 
     def put(self, job: StoreJob) -> None:
         job.todo = list(range(job.n_chunks))
@@ -136,10 +135,7 @@ class Writer(CopyThread[StoreJob, StoreFlight]):
         return bool(self._jobs)
 
     def _stand_back(self) -> None:
-        if not self._loader_quiet.is_set():
-            began = time.monotonic()
-            self._loader_quiet.wait(self._patience_s)
-            self.loads_waited_s += time.monotonic() - began
+        self._loader_quiet.wait(self._patience_s)
 
     def _pick(self) -> StoreJob | None:
         """The next job in turn that can make progress; on the way, those that are over or overdue are settled."""

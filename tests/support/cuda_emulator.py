@@ -120,9 +120,6 @@ class EmulatedDriver(D.CudaDriver):
     def cuDeviceGet(self, out: object, ordinal: int) -> int:
         return _put(out, ordinal)
 
-    def cuDeviceGetName(self, out: object, size: int, device: int) -> int:
-        return 0
-
     def cuDeviceGetUuid(self, out: ctypes.Array[ctypes.c_char], device: int) -> int:
         out.raw = bytes(range(16))
         return 0

@@ -101,7 +101,7 @@ def check_contents(pool: PoolFile, directory: Directory, keys: bytes, *, rank: i
     """Compare the bytes of all leading chunks with what belongs there; returns how many there were."""
     with directory.acquire(namespace, keys, rank=rank) as acquired:
         for i, ref in enumerate(acquired.refs):
-            header = directory.header(ref)
+            header = directory._regions.read_header(ref.header)
             k = keys[i * KEY : (i + 1) * KEY]
             data = bytes(pool.bytes[ref.offset : ref.offset + header.data_bytes])
             assert header.key == k

@@ -253,7 +253,7 @@ def test_a_reference_says_where_the_slab_is_and_which_generation(pool: PoolFile,
         (ref,) = acquired.refs
         assert bytes(pool.bytes[ref.offset : ref.offset + NBYTES]) == contents(key("a"), 0, NBYTES)
         assert ref.state_word & 0xFF == F.SlabState.COMMITTED
-        assert directory.header(ref).data_bytes == NBYTES
+        assert directory._regions.read_header(ref.header).data_bytes == NBYTES
     directory.clear()
     store(pool, directory, key("b"))
     with directory.acquire(NAMESPACE, key("b"), rank=0) as again:
@@ -401,7 +401,7 @@ def test_a_damaged_slab_header_costs_that_chunk_only(pool: PoolFile, directory: 
     keys = chain("a", 5)
     store(pool, directory, keys)
     with directory.acquire(NAMESPACE, keys, rank=0) as acquired:
-        slab = directory._regions.slab_at(acquired.refs[2].offset)
+        slab = acquired.refs[2].header
     pool.bytes[slab + 60] ^= 0x10
     pool = reopen(pool)
     again = Directory(pool)
@@ -431,7 +431,7 @@ def test_a_damaged_region_header_costs_that_region_only_and_the_region_is_used_a
 def test_of_two_slabs_for_one_chunk_the_newest_stays(pool: PoolFile, directory: Directory) -> None:
     store(pool, directory, chain("a", 2))
     with directory.acquire(NAMESPACE, chain("a", 2), rank=0) as acquired:
-        first, second = (directory._regions.slab_at(ref.offset) for ref in acquired.refs)
+        first, second = (ref.header for ref in acquired.refs)
         kept_at = acquired.refs[1].offset
     duplicate = directory._regions.read_header(first)._replace(
         created_ns=directory._regions.read_header(second).created_ns, checksum=directory._regions.read_header(second).checksum

@@ -142,7 +142,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def end_copy(self, acquired: Acquired) -> None:
         if acquired in self.pinned:  # not reused meanwhile, whatever happened, drops included
             for ref in acquired.refs:
-                now = self.pool.words[self.directory._regions.slab_at(ref.offset) >> 3]
+                now = self.pool.words[ref.header >> 3]
                 assert now >> 8 == ref.state_word >> 8
                 assert now & 0xFF in (SlabState.COMMITTED, SlabState.EVICTING)
             del self.pinned[acquired]

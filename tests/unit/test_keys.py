@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,19 +62,6 @@ def test_extra_bytes_change_their_chunk_and_all_after_it() -> None:
     with_image = [bytes(ck.keys[i : i + 16]) for i in range(0, 64, 16)]
     assert with_image[0] == plain[0]
     assert all(with_image[i] != plain[i] for i in (1, 2, 3))
-
-
-def test_truncating_and_extending_again_equals_hashing_anew() -> None:
-    tokens = [random.Random(1).randrange(1000) for _ in range(32)]
-    ck = ChunkKeys(ROOT, 4)
-    ck.extend(tokens)
-    changed = tokens[:12] + [7] * 20
-    ck.truncate(3, ROOT)
-    ck.extend(changed)
-    assert bytes(ck.keys) == b"".join(keys_of(changed))
-    ck.truncate(0, ROOT)
-    ck.extend(changed)
-    assert bytes(ck.keys) == b"".join(keys_of(changed))
 
 
 def test_roots_depend_on_content_not_on_order() -> None:

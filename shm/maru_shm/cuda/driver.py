@@ -32,7 +32,6 @@ _U64 = ctypes.c_uint64
 _SIZE = ctypes.c_size_t
 _INT = ctypes.c_int
 _UINT = ctypes.c_uint
-_TEXT = ctypes.c_char_p
 
 SUCCESS = 0
 INVALID_VALUE = 1
@@ -87,7 +86,6 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "cuGetErrorName": (_INT, _VOID),
     "cuDeviceGetCount": (_VOID,),
     "cuDeviceGet": (_VOID, _INT),
-    "cuDeviceGetName": (_TEXT, _INT, _INT),
     "cuDeviceGetUuid_v2": (_VOID, _INT),
     "cuDeviceGetAttribute": (_VOID, _INT, _INT),
     "cuDevicePrimaryCtxSetFlags_v2": (_INT, _UINT),
@@ -209,11 +207,6 @@ class CudaDriver:
             self._call("cuDeviceGetUuid_v2", raw, device)
             found[f"GPU-{uuid.UUID(bytes=raw.raw)}"] = device
         return found
-
-    def device_name(self, device: int) -> str:
-        text = ctypes.create_string_buffer(256)
-        self._call("cuDeviceGetName", text, len(text), device)
-        return text.value.decode(errors="replace")
 
     def max_pitch(self, device: int) -> int:
         """Largest row pitch of a copy, bytes (2 GiB - 1 on every device seen)."""
