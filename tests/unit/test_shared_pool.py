@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,10 +17,11 @@ from maru_shm import poolformat as F
 from maru_shm.errors import ConfigError, PlatformUnsupported, PoolBusy, PoolError, PoolFull, PoolTooLarge, RegionNotHeld
 from maru_sidecar import pool_admin
 from maru_sidecar.cli import cli
-from maru_sidecar.config import load_config
+from maru_sidecar.config import Config, Server, load_config
 from maru_sidecar.directory import Directory, Presence, Reservation
 from maru_sidecar.pool import PoolFile, PoolSpec
 from maru_sidecar.sharing import owner
+from maru_sidecar.sharing.node import Node
 from maru_sidecar.sharing.rights import GrantedRegions
 from maru_sidecar.slab_reader import SlabReader
 
@@ -355,3 +357,28 @@ def test_a_missing_client_of_the_server_is_named_with_its_remedy(tmp_path: Path)
     )  # fmt: skip
     assert run.returncode != 0
     assert "pip install '.[server]'" in run.stderr
+
+
+def test_a_burst_that_uses_up_a_region_as_it_is_granted_waits_for_the_next(pool: PoolFile) -> None:
+    """The region's first slab asks for nothing while the grant is under way; its last may be taken before anybody looks."""
+    flushes: list[object] = []
+    asked: list[Callable[[list[object]], None]] = []
+    stock = SimpleNamespace(n_free=0)
+    node = Node(Config(pool.spec, server=Server(endpoint="tcp://127.0.0.1:9")), pool, "0badcafe", flushes.append)
+    try:
+        node._directory = SimpleNamespace(shared=stock)  # type: ignore[assignment]
+        node.link.request_regions = lambda n, granted, **_: asked.append(granted)  # type: ignore[method-assign,assignment]
+        node.want_region(4096)
+        node._grow()
+        node.want_region(4096)
+        asked[0]([])
+        assert node.growing
+        node._grow()
+        assert len(asked) == 2
+        assert node.growing
+        stock.n_free = 9
+        asked[1]([])
+        node._grow()
+        assert not node.growing
+    finally:
+        node.link.close()

@@ -82,7 +82,7 @@ class Node:
         )  # fmt: skip
         for lease in self.link.regions:
             self.rights.add(lease.region, lease)
-        self._woken = False  # a flush is on its way because the last empty region was taken
+        self._woken = False  # a flush is on its way that will look at the stock of empty regions
         self._asking = False
         self._asked_s = 0.0  # when a region was wanted last
         self._stride = 0
@@ -180,6 +180,10 @@ class Node:
             if not self._take_in(lease):
                 self.rights.remove(lease.region)
                 self.link.free_region(lease)
+        # A burst may have taken the region's first slab already, which asked for nothing while this was under way, and its
+        # last before the flush comes: until that has looked at the stock, more may be on its way.
+        self._asked_s = time.monotonic()
+        self._woken = True
         self._asking = False
         self._call_soon(self.flush)
 
