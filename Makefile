@@ -60,7 +60,7 @@ test-fast:
 test-engine:
 	$(SETUP) engine model sources
 	@mkdir -p $(LOGS)
-	MARU_ENGINE_DEVICE=cpu $(ENGINE)/python -m pytest tests/engine tests/gpu/test_engine.py $(NEED_VLLM) $(PYTEST_ARGS) 2>&1 | tee $(LOGS)/engine.log
+	MARU_ENGINE_DEVICE=cpu $(ENGINE)/python -m pytest tests/engine tests/gpu/test_engine.py tests/gpu/test_engine_layout.py $(NEED_VLLM) $(PYTEST_ARGS) 2>&1 | tee $(LOGS)/engine.log
 
 demo:
 	$(SETUP) engine model

@@ -252,16 +252,17 @@ class Bench:
         self.pool.close()
 
 
-def shapes(pieces: list[int], *, quick: bool) -> Iterator[tuple[int, int, str]]:
+def shapes(pieces: list[int], *, far: bool) -> Iterator[tuple[int, int, str]]:
     for kib in pieces:
         yield kib << 10, 4685 * (64 // kib), ""
-    if not quick:
+    if far:
         yield 65536, 46000, "layer stride 2.8 GiB"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, no cache of 96 GiB")
+    parser.add_argument("--far", action="store_true", help="that cache, too")
     parser.add_argument("--pieces", default="64,32,16,8", help="piece sizes in KiB")
     parser.add_argument("--shm", default="/dev/shm", help="tmpfs that holds the pool (one mounted with huge=always, say)")
     parser.add_argument("--only-pieces", action="store_true", help="nothing but those rows")
@@ -274,7 +275,7 @@ def main() -> None:
         if options.only_apart:
             bench.layers_apart()
             return
-        for shape in shapes(pieces, quick=options.quick):
+        for shape in shapes(pieces, far=options.far or not options.quick):
             bench.measure(*shape)
         if not options.only_pieces:
             bench.layers_apart()

@@ -43,6 +43,9 @@ def make_row(name: str, *, gib: float, suffix: int) -> Row:
             return _maru(name, with_suffix)
         case "maru_overlap":  # with several in flight it does what ``maru`` does
             return _maru(name, [*with_suffix, "--in-flight", "1", "--populate8", "0"], **{"maru.layerwise_overlap": True})
+        case "maru_v1" | "maru_v1_layers":  # vLLM 0.26 keeps a block's layers together on model runner V1 only, if asked
+            row = _maru(name, ["--populate8", "0"], **{"maru.block_outermost": name == "maru_v1"})
+            return Row(name, row.connector, row.arguments, V1_RUNNER, server=row.server)
         case "maru_sync_store":
             return _maru(name, [], **{"maru.write_behind": False})
         case "maru_sync_load":  # vLLM takes a synchronous hit back only here

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
-from maru_connector import layout, namespace
+from maru_connector import block_outermost, layout, namespace
 from maru_connector.fence import HostFence, StepFence
 from maru_connector.link import LinkState, SidecarLink
 from maru_connector.log import get_logger
@@ -150,6 +150,10 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
         self._worker.attach(link, self._make_overlap(rank))
 
+    def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
+        """vLLM 0.26, model runner V1: all layers in one tensor."""
+        self.register_kv_caches(block_outermost.by_layer(kv_cache, attn_backend, self._kv_cache_config.kv_cache_tensors))
+
     def _make_overlap(self, rank: int) -> Overlap | None:
         """The overlap path for this worker's KV cache, where it is on and there is one for its device.
 
@@ -274,8 +278,14 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """None: any layout whose blocks can be addressed will do."""
-        return None
+        """A preference: any layout whose blocks can be addressed will do."""
+        return block_outermost.preferred_layout(vllm_config)
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """vLLM 0.26, model runner V1."""
+        device_type = self._vllm_config.device_config.device_type
+        return block_outermost.prefers_one_tensor(device_type, wanted=self._options.block_outermost)
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

@@ -56,6 +56,7 @@ class Options:
     deferred_load: bool = True  #: park a hit while it loads; False loads inside the step
     write_behind: bool = True  #: store in the background; False waits for each store inside its step
     layerwise_overlap: bool = False  #: load a lone hit during its own pass, layer by layer
+    block_outermost: bool = True  #: ask vLLM for a cache in which a block's layers lie together
     lookup_spin_us: float = 400.0  #: how long a step looks at an answer; waking a sidecar takes up to 330 µs
     lookup_patience_ms: float = 200.0  #: an answer later than this is a miss
     attach_patience_ms: float = 1000.0  #: how long requests wait for an attachment that has begun, e.g. after a restart
@@ -71,6 +72,7 @@ class Options:
 
 _TYPES: dict[str, type] = {
     "socket": str, "chunk_tokens": int, "deferred_load": bool, "write_behind": bool, "layerwise_overlap": bool,
+    "block_outermost": bool,
     "lookup_spin_us": float, "lookup_patience_ms": float, "attach_patience_ms": float,
     "load_timeout_s": float, "store_timeout_s": float,
     "attach_timeout_s": float, "max_records": int, "min_hit_tokens": int, "max_parked_share": float, "max_pinned_share": float,

@@ -11,7 +11,8 @@ row. What they cost on PCIe 5 x16 (H200, driver 580) beside their bytes at 55 GB
 a pitched descriptor   about 3 µs of the copy engine, however many rows it has
 a row of it that lies  0.4 µs more beside an engine that decodes: 39 GB/s for rows of 64 KiB that make 52 on an idle
 far from the last one  GPU. Translations of host addresses miss; rows that follow each other on the host do not slow down
-a flat row             0.05 µs of the copy engine, and 0.5 to 1 µs of CPU beside it; below 32 KiB 4 µs of both
+a flat row             0.05 µs of the copy engine, and 1 µs of CPU beside it: hidden behind rows of 64 KiB, below 28 KiB
+                       1 µs in all or little more, in calls of 256 (``cuda/driver.py``)
 =====================  =======================================================================================
 
 The blocks to copy are first gathered into *runs* that step evenly in the slabs and in the cache:
@@ -66,7 +67,7 @@ Runs = npt.NDArray[np.void]
 
 _PITCHED_US = 3.0
 _FLAT_US = 0.25  #: the CPU's part overlaps with the copies, so it is not counted in full: pitched from 13 rows of 32 KiB on
-_SHORT_US = 4.0  #: a flat row below ``_SHORT``
+_SHORT_US = 1.0  #: a flat row below ``_SHORT``
 _FAR_US = 0.4  #: a row of a pitched copy, megabytes away from its neighbours on the host
 _SHORT = 32 << 10
 #: Longest run written as one flat row: far below the pitch limit of every device (2 GiB - 1).

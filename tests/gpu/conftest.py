@@ -1,6 +1,6 @@
 """Tests on a real GPU: ``pytest tests/gpu`` runs all; without a GPU they are skipped, saying why.
 
-``MARU_ENGINE_DEVICE=cpu`` runs those of ``test_engine.py`` on vLLM's CPU engine instead.
+``MARU_ENGINE_DEVICE=cpu`` runs those of ``test_engine*.py`` on vLLM's CPU engine instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in here:
         item.add_marker(pytest.mark.gpu)
         item.add_marker(pytest.mark.timeout(300))
-        if reason and not (on_cpu and item.path.name == "test_engine.py"):
+        if reason and not (on_cpu and item.path.name.startswith("test_engine")):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -80,7 +80,9 @@ class Stage:
             # A lookup that a busy machine answers late is a miss by design, and no subject here.
             options = {"maru.layerwise_overlap": True, "maru.lookup_patience_ms": 5000}
             self.engine.build(SHAPE, model, self.sidecar.socket, **options)
-            self.heir.build(replace(SHAPE, graph_sizes=()), model, self.sidecar.socket, **options)
+            # V1 would keep a block's layers together (``test_engine_layout.py``), and share nothing with V2.
+            alike = {**options, "maru.block_outermost": False}
+            self.heir.build(replace(SHAPE, graph_sizes=()), model, self.sidecar.socket, **alike)
             self.about = self._built(self.engine, directory / "engine.log")
             self.about_heir = self._built(self.heir, directory / "heir.log")
             self.attach()

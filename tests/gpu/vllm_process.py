@@ -114,6 +114,8 @@ class _Engine:
         from engine_patches import seed_weights, skip_inductor_init
         from vllm import LLM
 
+        if os.environ.get("MARU_TEST_CPU_LAYOUTS"):
+            _allow_cpu_layouts(os.environ["MARU_TEST_CPU_LAYOUTS"])
         self.shape = Shape(**shape)
         skip_inductor_init()
         seed_weights(2 / self.shape.hidden**0.5)  # sharp attention: answers depend on single tokens far back
@@ -238,6 +240,10 @@ class _Engine:
         blocks = self._engine.vllm_config.cache_config.num_gpu_blocks
         return [cache.movedim(list(cache.shape).index(blocks), 0) for cache in caches]
 
+    def planes(self) -> list[int]:
+        """Bytes of a block's piece in each plane of the layout that was attached."""
+        return [plane.piece_bytes for plane in self._connector._layout.planes]
+
     def forget(self) -> None:
         """Drop the engine's own prefix cache and every byte of its KV cache: what is right afterwards was loaded."""
         self.flush()
@@ -312,6 +318,15 @@ class _Engine:
         self.flush()
         with contextlib.suppress(AttributeError):
             self._engine.engine_core.shutdown()
+
+
+def _allow_cpu_layouts(names: str) -> None:
+    """Have vLLM's CPU backend accept these layouts, too."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    layouts = (*CPUAttentionBackend.supported_kv_cache_layouts(), *(KVCacheLayout[name] for name in names.split(",")))
+    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: layouts)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,9 @@ def test_no_copy_reaches_from_one_page_locked_piece_into_the_next(
 
 def test_a_request_is_one_driver_call(world: World, peer: Peer) -> None:
     layout, _ = world.one(peer)
-    copy = world.engine.attach(layout, peer).submit(Direction.LOAD, OFFSETS, TABLE)
+    scattered = TABLE[:, ::-1].copy()  # no neighbours that would be flat rows, in a call of their own
+    scattered[1] = [7, 30, 2]
+    copy = world.engine.attach(layout, peer).submit(Direction.LOAD, OFFSETS, scattered)
     copy.wait()
     assert len(world.driver.batches) == 1
     assert copy.nbytes == TABLE.size * layout.block_bytes
@@ -145,13 +147,18 @@ def test_a_copy_is_in_flight_until_its_event_and_a_close_waits_for_it(world: Wor
         target.submit(Direction.LOAD, OFFSETS, TABLE)
 
 
-def test_layers_in_allocations_of_their_own_go_in_one_call_of_single_rows(world: World, peer: Peer) -> None:
+def test_layers_in_allocations_of_their_own_go_as_single_rows_in_calls_of_256(world: World, peer: Peer) -> None:
+    """A longer batch costs the driver four times as much a row (H200)."""
     layered = next(c for c in cases() if c.name == "one-allocation-per-layer")
     layout, _ = world.cache(layered)
     copy = world.engine.attach(layout, peer).submit(Direction.STORE, OFFSETS, TABLE[:, ::-1])
     copy.wait()
     assert (world.driver.batches, world.driver.flat_batches) == ([], [copy.operations])
     assert copy.operations == TABLE.size * len(layered.planes)
+    many = np.tile(TABLE[:, ::-1], (1, 20))
+    copy = world.engine.attach(layout, peer).submit(Direction.STORE, OFFSETS, many)
+    assert sum(world.driver.flat_batches[1:]) == copy.operations == many.size * len(layered.planes) > 512
+    assert max(world.driver.flat_batches) == 256
 
 
 def test_events_are_reused_and_none_is_made_per_copy(world: World, peer: Peer) -> None:
