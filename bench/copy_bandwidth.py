@@ -2,13 +2,14 @@
 
 Run on a machine with an NVIDIA GPU and torch, from the repository root::
 
-    python bench/copy_bandwidth.py [--quick] [--pieces 64,16] [--shm DIRECTORY] [--json FILE]
+    python bench/copy_bandwidth.py [--quick] [--pieces 64,16] [--flat-per-call 256,4096] [--threads 1,2] [--json FILE]
 
 A second process owns the KV cache (32 layers, layer-outermost, one buffer), this one is the sidecar. Each row is one prompt of
-1,024 blocks: wall-clock GB/s, the share of the flat figure of the same run, descriptors, and CPU milliseconds spent planning
-and submitting. Slabs fall in address from chunk to chunk, as in a pool. Tables: *scattered* ids, *runs* of 16 (one chunk
-each), *rising* and *falling* ids (vLLM hands blocks out in the order in which an earlier request got them, or the reverse).
-*sliced*: as the daemon does, two slices in flight; *whole*: one submission.
+1,024 blocks: wall-clock GB/s, the share of the flat figure of the same run, descriptors, CPU milliseconds: of planning
+and submitting in the calling thread, and of the whole process. Rows repeat for each number of flat rows per driver call
+and of submitting threads. Slabs fall in address from chunk to chunk, as in a pool. Tables: *scattered* ids, *runs* of 16 (one
+chunk each), *rising* and *falling* ids (vLLM hands blocks out in the order in which an earlier request got them, or the
+reverse). *sliced*: as the daemon does, two slices in flight; *whole*: one submission.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +35,7 @@ sys.path[:0] = [str(ROOT)] + [str(ROOT / part) for part in ("shm", "sidecar", "c
 from tests.gpu.kv_process import KvProcess  # noqa: E402
 from tests.support.shm_pool import ShmPool  # noqa: E402
 
-from maru_shm.cuda.driver import CudaDriver  # noqa: E402
+from maru_shm.cuda import driver as cuda_driver  # noqa: E402
 from maru_shm.geometry import (  # noqa: E402
     Direction,
     KvLayout,
@@ -113,7 +115,8 @@ def best(run: Callable[[], None], repeats: int) -> float:
 
 
 class Bench:
-    def __init__(self, *, quick: bool, directory: str) -> None:
+    def __init__(self, *, quick: bool, directory: str, per_call: list[int], threads: list[int]) -> None:
+        self.ways = list(product(per_call or [cuda_driver.FLAT_PER_CALL], threads or [1]))
         self.repeats = 3 if quick else 7
         self.quick = quick
         self.process = KvProcess()
@@ -149,6 +152,12 @@ class Bench:
         driver.destroy_event(event)
         return nbytes / seconds / 1e9
 
+    def submitting(self, target: CudaTarget) -> Iterator[dict[str, object]]:
+        """Set each way to submit in turn; how rows name it."""
+        for per_call, threads in self.ways:
+            cuda_driver.FLAT_PER_CALL, target.device.submitters = per_call, threads
+            yield {"flat_per_call": per_call, "threads": threads}
+
     def row(self, **values: object) -> None:
         self.rows.append(values)
         print("  ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()), flush=True)
@@ -166,31 +175,34 @@ class Bench:
         offsets = _falling(PER_CHUNK * LAYERS * piece)
         for direction in Direction:
             flat = self.flat(target, direction, nbytes)
-            for name, table in tables(num_blocks).items():
-                for way in (whole, sliced):
-                    before = self.transfer.statistics()
+            for (name, table), way in product(tables(num_blocks).items(), (whole, sliced)):
+                for submitting in self.submitting(target):
+                    before, process = self.transfer.statistics(), time.process_time_ns()
                     seconds = best(way(target, direction, offsets, table), self.repeats)
-                    after = self.transfer.statistics()
+                    after, process = self.transfer.statistics(), time.process_time_ns() - process
                     runs = self.repeats + 1
                     self.row(
                         piece_kib=piece >> 10, note=note or "-", direction=direction.value, table=name, way=way.__name__,
+                        **submitting,
                         gbps=nbytes / seconds / 1e9, of_flat=100 * nbytes / seconds / 1e9 / flat, flat=flat,
                         copies=(after.copies - before.copies) // runs, cpu_ms=(after.cpu_ns - before.cpu_ns) / runs / 1e6,
+                        process_cpu_ms=process / runs / 1e6,
                     )  # fmt: skip
         target.close()
 
     def layers_apart(self) -> None:
-        """Every layer in an allocation of its own, by the batch calls and copy by copy."""
+        """Every layer in an allocation of its own, by the batch calls and copy by copy, which knows no flat rows."""
         for kib in (64, 16):
             self.measure(kib << 10, 4685 * (64 // kib), "an allocation per layer", allocations=LAYERS)
-        batching, driver = self.transfer, CudaDriver()
+        batching, driver = self.transfer, cuda_driver.CudaDriver()
         batching.close()
         driver.limit_batch(0)
+        ways, self.ways = self.ways, self.ways[:1]
         self.transfer = CudaTransfer(self.pool.mapping, POOL, driver=driver)
         self.measure(65536, 4685, "an allocation per layer, copy by copy", allocations=LAYERS)
         self.measure(65536, 4685, "copy by copy")
         self.transfer.close()
-        self.transfer = CudaTransfer(self.pool.mapping, POOL)
+        self.transfer, self.ways = CudaTransfer(self.pool.mapping, POOL), ways
 
     def duplex(self, piece: int, num_blocks: int) -> None:
         """Loads and stores at once, each on half of the pool, two prompts each."""
@@ -206,12 +218,13 @@ class Bench:
                 run()
             rates[direction.value] = 8 * nbytes / (time.perf_counter() - start) / 1e9
 
-        threads = [threading.Thread(target=loop, args=(d, i * nbytes)) for i, d in enumerate(Direction)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self.row(piece_kib=piece >> 10, duplex_load_gbps=rates["load"], duplex_store_gbps=rates["store"])
+        for submitting in self.submitting(target):
+            threads = [threading.Thread(target=loop, args=(d, i * nbytes)) for i, d in enumerate(Direction)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self.row(piece_kib=piece >> 10, **submitting, duplex_load_gbps=rates["load"], duplex_store_gbps=rates["store"])
         target.close()
 
     def interference(self, piece: int, num_blocks: int) -> None:
@@ -221,7 +234,8 @@ class Bench:
         seconds = 1.0 if self.quick else 2.0
         self.process.call("decode", 0.5)
         quiet = statistics.median(self.process.call("decode", seconds))
-        for what in ((Direction.LOAD,), (Direction.STORE,), tuple(Direction)):
+        directions: list[tuple[Direction, ...]] = [(Direction.LOAD,), (Direction.STORE,), tuple(Direction)]
+        for what, submitting in ((what, submitting) for what in directions for submitting in self.submitting(target)):
             stop = threading.Event()
             moved = [0]
 
@@ -241,7 +255,7 @@ class Bench:
             for thread in threads:
                 thread.join()
             self.row(
-                interference="+".join(d.value for d in what), step_ms=round(loaded, 3), alone_ms=round(quiet, 3),
+                interference="+".join(d.value for d in what), **submitting, step_ms=round(loaded, 3), alone_ms=round(quiet, 3),
                 slowdown_percent=100 * (loaded / quiet - 1), copying_gbps=rate,
             )  # fmt: skip
         target.close()
@@ -259,23 +273,28 @@ def shapes(pieces: list[int], *, far: bool) -> Iterator[tuple[int, int, str]]:
         yield 65536, 46000, "layer stride 2.8 GiB"
 
 
+def numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, no cache of 96 GiB")
     parser.add_argument("--far", action="store_true", help="that cache, too")
-    parser.add_argument("--pieces", default="64,32,16,8", help="piece sizes in KiB")
+    parser.add_argument("--pieces", type=numbers, default="64,32,16,8", help="piece sizes in KiB")
+    parser.add_argument("--flat-per-call", type=numbers, default=[], help="flat rows per driver call, several to compare")
+    parser.add_argument("--threads", type=numbers, default=[], help="threads that submit many flat rows, several to compare")
     parser.add_argument("--shm", default="/dev/shm", help="tmpfs that holds the pool (one mounted with huge=always, say)")
     parser.add_argument("--only-pieces", action="store_true", help="nothing but those rows")
     parser.add_argument("--only-apart", action="store_true", help="nothing but layers in allocations of their own")
     parser.add_argument("--json", type=Path, help="write all rows there")
     options = parser.parse_args()
-    pieces = [int(kib) for kib in options.pieces.split(",")]
-    bench = Bench(quick=options.quick, directory=options.shm)
+    bench = Bench(quick=options.quick, directory=options.shm, per_call=options.flat_per_call, threads=options.threads)
     try:
         if options.only_apart:
             bench.layers_apart()
             return
-        for shape in shapes(pieces, far=options.far or not options.quick):
+        for shape in shapes(options.pieces, far=options.far or not options.quick):
             bench.measure(*shape)
         if not options.only_pieces:
             bench.layers_apart()

@@ -43,6 +43,9 @@ def make_row(name: str, *, gib: float, suffix: int) -> Row:
             return _maru(name, with_suffix)
         case "maru_overlap":  # with several in flight it does what ``maru`` does
             return _maru(name, [*with_suffix, "--in-flight", "1", "--populate8", "0"], **{"maru.layerwise_overlap": True})
+        case "maru_submitters":
+            row = _maru(name, with_suffix)
+            return Row(name, row.connector, row.arguments, server="maru_submitters")
         case "maru_v1" | "maru_v1_layers":  # vLLM 0.26 keeps a block's layers together on model runner V1 only, if asked
             row = _maru(name, ["--populate8", "0"], **{"maru.block_outermost": name == "maru_v1"})
             return Row(name, row.connector, row.arguments, V1_RUNNER, server=row.server)
@@ -70,9 +73,10 @@ def server_command(kind: str, *, gib: float, socket: str, pool: str) -> tuple[li
     """The command of a server, and the TCP port it serves; 0: the sidecar's socket instead."""
     size = f"{gib:g}"
     match kind:
-        case "maru":
+        case "maru" | "maru_submitters":
             command = [sys.executable, "-m", "maru_sidecar", "run", "--socket", socket, "--pool-path", pool]
-            return [*command, "--pool-size", str(int(gib * (1 << 30)))], 0
+            command += ["--pool-size", str(int(gib * (1 << 30)))]
+            return [*command, *(["--set", "transfer.gpu_submitters=2"] if kind != "maru" else [])], 0
         case "lmcache":
             command = shlex.split(os.environ.get("LMCACHE_SERVER", "lmcache server"))
             command += ["--host", "localhost", "--port", str(LMCACHE_PORT), "--http-port", "8091", "--l1-size-gb", size]

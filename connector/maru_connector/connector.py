@@ -31,10 +31,10 @@ from maru_connector.worker_half import WorkerHalf
 from maru_shm import keys
 from maru_shm import messages as M
 from maru_shm.atomics import require_supported_platform
-from maru_shm.copy_shapes import PlacedPlane
 from maru_shm.errors import MaruError
 from maru_shm.geometry import KvLayout
 from maru_shm.layout import Role
+from maru_shm.placed_planes import PlacedPlane
 from maru_shm.segment import Segment
 
 if TYPE_CHECKING:

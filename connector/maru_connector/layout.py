@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maru_shm.copy_shapes import PlacedPlane
 from maru_shm.errors import AttachRefused, ProtocolViolation
 from maru_shm.geometry import MAX_PLANES, KvLayout, KvPlane, KvRegion, RegionKind
+from maru_shm.placed_planes import PlacedPlane
 
 MIN_PIECE_BYTES = 64  #: below this a plane per index would be thousands of tiny copies
 

@@ -35,8 +35,8 @@ from maru_connector.metadata import LoadJob
 from maru_connector.pool_view import PoolView, file_identity
 from maru_connector.session import Session
 from maru_shm import layout as L
-from maru_shm.copy_shapes import PlacedPlane
 from maru_shm.errors import MaruError
+from maru_shm.placed_planes import PlacedPlane
 
 logger = get_logger("maru_connector")
 

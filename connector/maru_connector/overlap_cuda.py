@@ -25,10 +25,12 @@ import numpy.typing as npt
 
 from maru_connector.log import get_logger
 from maru_connector.pool_view import PoolView
-from maru_shm.copy_shapes import COPY, Copies, CopyPlanner, HostPieces, Kind, PlacedPlane, Runs
+from maru_shm.copy_runs import Kind, Runs
+from maru_shm.copy_shapes import COPY, Copies, CopyPlanner, HostPieces
 from maru_shm.cuda.driver import CudaDriver, CudaError
 from maru_shm.errors import MaruError, TransferError
 from maru_shm.geometry import Direction
+from maru_shm.placed_planes import PlacedPlane
 
 logger = get_logger("maru_connector")
 

@@ -15,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from maru_connector.pool_view import PoolView
-from maru_shm.copy_shapes import Copies, CopyPlanner, Kind, PlacedPlane, Runs
+from maru_shm.copy_runs import Kind, Runs
+from maru_shm.copy_shapes import Copies, CopyPlanner
 from maru_shm.errors import TransferError
+from maru_shm.placed_planes import PlacedPlane
 
 _NO_PITCH_LIMIT = 1 << 62
 _Job = tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]

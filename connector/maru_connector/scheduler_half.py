@@ -141,7 +141,9 @@ class SchedulerHalf:
         end = (lookup.hits or 0) * self.options.chunk_tokens
         state.slabs = b""
         if self._overlap is not None and self._alone():
-            state.slabs = self._overlap.slabs_of(lookup, request.num_tokens - end)
+            within = self._overlap.end_of(end, request.num_tokens)
+            state.slabs = self._overlap.slabs_of(lookup, request.num_tokens - within)
+            end = within if state.slabs else end
         if not self._deferred and not state.slabs:
             # A synchronous full hit trips an assertion in the scheduler: it must compute one token at least.
             end = min(end, (request.num_tokens - 1) // self._block_tokens * self._block_tokens)

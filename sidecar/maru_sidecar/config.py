@@ -60,6 +60,7 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes_in_flight: int = 256 << 20  #: per GPU, or worker in host memory, and direction
     slice_bytes: int = 64 << 20  #: a load or store is cut into copies of this size, so that others get their turn
     cpu_threads: int = 0  #: threads that share one large copy of the cpu engine; 0: by the number of cores, 2 to 4
+    gpu_submitters: int = 1  #: threads that submit one request's copies to a GPU: more where single blocks make them CPU-bound
     copy_timeout_s: float = 30.0  #: a worker in host memory whose copy takes longer loses its session; a GPU is unhealthy then
     fence_timeout_s: float = 60.0  #: a load or store whose fence has not arrived by then fails
     store_patience_s: float = 0.02  #: a store waits this long for loads to end before each of its slices
@@ -316,6 +317,7 @@ def _bounds(c: Config) -> Iterator[tuple[str, object, bool, str]]:
     yield "cache.namespace_quota", c.cache.namespace_quota, c.cache.namespace_quota >= 0, "bytes, or 0 for no limit"
     t = c.transfer
     yield "transfer.slice_bytes", t.slice_bytes, t.slice_bytes >= 1 << 16, "at least 64KiB"
+    yield "transfer.gpu_submitters", t.gpu_submitters, 1 <= t.gpu_submitters <= 8, "1 to 8"
     yield "transfer.bytes_in_flight", t.bytes_in_flight, t.bytes_in_flight >= t.slice_bytes, "at least transfer.slice_bytes"
     yield "transfer.cpu_threads", t.cpu_threads, 0 <= t.cpu_threads <= 64, "0 (by cores) to 64"
     yield "transfer.fence_timeout_s", t.fence_timeout_s, t.fence_timeout_s > 0, "above 0 seconds"

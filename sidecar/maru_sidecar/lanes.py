@@ -118,7 +118,7 @@ class Lanes:
                 f"the KV cache is reached by {kind.value}, and this installation has no cuda engine ({e})",
                 "install a release with maru_sidecar.transfer.cuda",
             ) from e
-        return CudaTransfer(self._pool.mapping, self._pool.region_bytes)
+        return CudaTransfer(self._pool.mapping, self._pool.region_bytes, submitters=self._config.gpu_submitters)
 
     def _make(self, device: str, name: str, transfer: TransferEngine, *, own: bool) -> Lane:
         c = self._config

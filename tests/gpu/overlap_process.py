@@ -17,7 +17,7 @@ from maru_connector.overlap import distinct
 from maru_connector.overlap_cuda import CudaCopier, torch_engine
 from maru_connector.pool_view import PoolView
 from maru_shm import poolformat as P
-from maru_shm.copy_shapes import PlacedPlane
+from maru_shm.placed_planes import PlacedPlane
 
 LAYERS, BLOCKS, PIECE, PER_CHUNK, CHUNKS = 32, 2048, 64 << 10, 16, 24
 SLAB = LAYERS * PIECE * PER_CHUNK

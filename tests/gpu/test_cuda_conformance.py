@@ -10,7 +10,7 @@ import pytest
 from maru_shm.cuda.driver import CudaDriver
 from maru_shm.errors import AttachRefused
 from maru_shm.geometry import Direction, KvLayout, KvPlane
-from maru_sidecar.transfer import cuda_pinning
+from maru_sidecar.transfer import cuda_device, cuda_pinning
 from maru_sidecar.transfer.cuda import CudaTarget, CudaTransfer
 from maru_sidecar.transfer.cuda_pinning import PinState
 from tests.gpu.conftest import REGION
@@ -21,6 +21,8 @@ from tests.support.shm_pool import ShmPool
 
 CHUNKS, PER_CHUNK = 6, 4
 ALL = cases()
+#: Twelve layers with an allocation each (torch gives tensors from 10 MiB on one): 128 scattered blocks are 1,500 flat rows.
+ROWS = KvCase("many-rows", 704, (704 * 16384,) * 12, tuple(KvPlane(i, 0, 16384, 16384, i) for i in range(12)))
 
 
 def attach(transfer: CudaTransfer, process: KvProcess, case: KvCase) -> CudaTarget:
@@ -65,6 +67,40 @@ def test_every_layout_arrives_byte_for_byte(
     target = attach(transfer, engine_process, case)
     assert transfer.pinning.join(60) is PinState.PINNED
     check_loads_and_stores(target, engine_process, pool, case)
+
+
+@pytest.mark.parametrize("submitters", [1, 2, 3])
+def test_many_flat_rows_arrive_byte_for_byte_whoever_submits_them(
+    submitters: int, transfer: CudaTransfer, engine_process: KvProcess, pool: ShmPool
+) -> None:
+    target = attach(transfer, engine_process, ROWS)
+    target.device.submitters = submitters
+    assert transfer.pinning.join(60) is PinState.PINNED
+    rng = np.random.default_rng(6)
+    size = 4 * ROWS.block_bytes
+    for seed in range(2):
+        table = rng.permutation(ROWS.num_blocks)[:128].astype(np.int32).reshape(32, 4)
+        offsets = (1 + rng.permutation(40)[:32]).astype(np.uint64) * np.uint64(size)
+        pool.bytes[size : 41 * size] = random_bytes(5000 + seed, 40 * size)
+        wanted = engine_process.fill(6000 + 100 * seed)
+        for offset, blocks in zip(offsets, table, strict=True):
+            ROWS.scatter(wanted, blocks, pool.bytes[int(offset) : int(offset) + size])
+        copy = target.submit(Direction.LOAD, offsets, table)
+        copy.wait()
+        assert copy.operations > cuda_device.ALONE
+        for got, want in zip(engine_process.read(), wanted, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+        memory = engine_process.fill(7000 + 100 * seed)
+        pool.bytes[size : 41 * size] = random_bytes(8000 + seed, 40 * size)
+        expected = pool.bytes[: 41 * size].copy()
+        for offset, blocks in zip(offsets, table, strict=True):
+            expected[int(offset) : int(offset) + size] = ROWS.slab(memory, blocks)
+        target.submit(Direction.STORE, offsets, table).wait()
+        np.testing.assert_array_equal(pool.bytes[: 41 * size], expected)
+    assert min(len(lane.helpers) for lane in target.device._lanes.values()) >= submitters - 1
+    target.device.submitters = 1
+    target.close()
 
 
 @pytest.mark.parametrize("case", [ALL[0], ALL[3], ALL[9]], ids=lambda c: c.name)

@@ -13,10 +13,13 @@ from maru_shm import layout as L
 from maru_shm import segment as segments
 from maru_shm.geometry import Direction
 from maru_shm.segment import Segment, SegmentInfo
+from maru_sidecar.transfer import cuda_device
 from maru_sidecar.transfer.cuda import CudaTarget, CudaTransfer
 from tests.gpu.conftest import REGION
 from tests.gpu.kv_process import KvProcess
+from tests.gpu.test_cuda_conformance import ROWS
 from tests.support.kv_cases import KvCase, cases
+from tests.support.kv_process import random_bytes
 from tests.support.shm_pool import ShmPool
 
 CASE: KvCase = cases()[0]
@@ -104,3 +107,30 @@ def test_without_stream_memory_operations_events_carry_the_fence(
     engine_process.call("poll_fence")
     assert segment.words[L.WORD_FENCE] == 1
     engine_process.call("close_fence")
+
+
+def test_submissions_of_many_rows_take_effect_in_their_order(
+    transfer: CudaTransfer, engine_process: KvProcess, pool: ShmPool
+) -> None:
+    """All over the same blocks, none waited for but the last: small ones between those that several threads submit."""
+    target = transfer.attach(ROWS.layout(engine_process.allocate(*ROWS.allocations)), engine_process.peer)
+    target.device.submitters = 2
+    transfer.pinning.join(60)
+    size = 4 * ROWS.block_bytes
+    rng = np.random.default_rng(7)
+    pool.bytes[: 128 * size] = random_bytes(9000, 128 * size)
+    for _ in range(3):
+        table = rng.permutation(ROWS.num_blocks)[:128].astype(np.int32).reshape(32, 4)
+        for last in (32, 3):  # chunks of the submission that comes last
+            for at in range(3):
+                offsets = (np.arange(32, dtype=np.uint64) + np.uint64(32 * at)) * np.uint64(size)
+                assert target.submit(Direction.LOAD, offsets, table).operations > cuda_device.ALONE
+                target.submit(Direction.LOAD, offsets[:3] + np.uint64(32 * size), table[:3])
+            offsets = np.arange(127, 95, -1, dtype=np.uint64) * np.uint64(size)
+            target.submit(Direction.LOAD, offsets[:last], table[:last]).wait()
+            memory = engine_process.read()
+            for chunk, blocks in enumerate(table):
+                source = int(offsets[chunk]) if chunk < last else (64 + chunk) * size
+                np.testing.assert_array_equal(ROWS.slab(memory, blocks), pool.bytes[source : source + size])
+    target.device.submitters = 1
+    target.close()

@@ -36,14 +36,14 @@ GPU_SHAPE = Shape(
 )  # fmt: skip
 CPU_SHAPE = Shape(
     dtype="float32", hidden=256, intermediate=512, layers=4, heads=4, kv_heads=2, head_dim=64, vocabulary=1024, block_tokens=32,
-    chunk_tokens=96, kv_bytes=64 << 20, max_model_len=2048, max_batched_tokens=2048,
+    chunk_tokens=128, kv_bytes=64 << 20, max_model_len=2048, max_batched_tokens=2048,
 )  # fmt: skip
 SHAPE = CPU_SHAPE if ON_CPU else GPU_SHAPE
 if "MARU_GPU_MODEL" in os.environ:
     SHAPE = SHAPE.like(Path(os.environ["MARU_GPU_MODEL"]))
 CACHED = CHUNKS * SHAPE.chunk_tokens
-SHORT = SHAPE.block_tokens  #: computed beside a hit: too little to hide a load behind, so the sidecar loads it
-FRESH = SHAPE.chunk_tokens - 32  #: enough to hide one behind, and no chunk, so nothing more is stored
+SHORT = SHAPE.block_tokens  #: computed beside a hit that the sidecar is to load: see :meth:`Stage.attach`
+FRESH = SHAPE.chunk_tokens - 32  #: beside one that is to be overlapped; no chunk, so nothing more is stored
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 
@@ -78,7 +78,7 @@ class Stage:
         try:
             self.sidecar.start()
             # A lookup that a busy machine answers late is a miss by design, and no subject here.
-            options = {"maru.layerwise_overlap": True, "maru.lookup_patience_ms": 5000}
+            options = {"maru.layerwise_overlap": True, "maru.lookup_patience_ms": 5000, "maru.min_hit_tokens": 128}
             self.engine.build(SHAPE, model, self.sidecar.socket, **options)
             # V1 would keep a block's layers together (``test_engine_layout.py``), and share nothing with V2.
             alike = {**options, "maru.block_outermost": False}
@@ -87,6 +87,8 @@ class Stage:
             self.about_heir = self._built(self.heir, directory / "heir.log")
             self.attach()
             self.heir.call("attach", 0)
+            self.least = self.engine.call("overlap_from", FRESH)
+            self.heir.call("overlap_from", FRESH)
             self.documents = [self._populate(seed) for seed in range(DOCUMENTS)]
             self.engine.call("flush")
         except BaseException:
@@ -111,7 +113,7 @@ class Stage:
         )  # fmt: skip
 
     def attach(self) -> None:
-        """Wait until the engine is attached to the sidecar that runs now, and ready for overlap."""
+        """Wait until the engine is attached to the sidecar that runs now, and ready for overlap of what leaves ``FRESH``."""
         self._generation = self.engine.call("attach", self._generation)
 
     def restart(self, failpoint: str = "") -> None:
@@ -182,11 +184,30 @@ def test_overlapped_hits_answer_as_the_engine_s_own_prefix_cache_from_equal_byte
 def test_the_same_hits_loaded_by_the_sidecar_answer_the_same(stage: Stage) -> None:
     before = stage.loads()
     stage.engine.call("take_overlaps")
-    stage.engine.call("only_deferred", True)
+    stage.engine.call("overlap_from", FRESH + 2 * SHAPE.block_tokens)
     check_hits(stage, [(d.fresh, d.own_fresh) for d in stage.documents])
     assert stage.loads() - before == DOCUMENTS
-    stage.engine.call("only_deferred", False)
+    stage.engine.call("overlap_from", FRESH)
     assert stage.engine.call("take_overlaps") == []
+
+
+def test_hits_on_a_whole_prompt_are_overlapped_but_for_their_last_block(stage: Stage) -> None:
+    """vLLM's own prefix cache leaves that block out, too: the same tokens are computed."""
+    loaded, documents = CACHED - SHAPE.block_tokens, stage.documents[:5]
+    prompts = [d.short[:CACHED] for d in documents]
+    stage.engine.call("forget")
+    for prompt in prompts:
+        stage.engine.ask_one(prompt)
+    own = [(stage.engine.ask_one(p), stage.engine.call("digest", p, loaded)) for p in prompts]
+    assert [answer.hit_tokens for answer, _ in own] == [loaded] * 5
+    stage.engine.call("forget")
+    before = stage.loads()
+    stage.engine.call("take_overlaps")
+    stage.engine.call("overlap_from", stage.least)
+    assert [(stage.engine.ask_one(p), stage.engine.call("digest", p, loaded)) for p in prompts] == own
+    stage.engine.call("overlap_from", FRESH)
+    assert stage.loads() == before, "the sidecar loaded some of them"
+    assert [(one["layered"], one["arrived"]) for one in stage.engine.call("take_overlaps")] == [(True, True)] * 5
 
 
 def check_hits(stage: Stage, asked: list[tuple[list[int], Answer]]) -> None:

@@ -45,6 +45,7 @@ class Stage:
         engine.build(replace(SHAPE, graph_sizes=()), self.model, self.sidecar.socket, **options)
         engine.result(240)
         engine.call("attach", 0)
+        engine.call("overlap_from", FRESH)
         return engine
 
     def close(self) -> None:

@@ -225,13 +225,11 @@ class _Engine:
         self._until(lambda: current() not in (0, generation), lambda: self.ask([prompt], 1), "attached and ready")
         return current()
 
-    def only_deferred(self, on: bool) -> None:  # noqa: FBT001
-        """Have every hit loaded by the sidecar, one that could be overlapped too."""
+    def overlap_from(self, tokens: int) -> int:
+        """Have only hits that leave as much to compute overlapped; what it was."""
         policy = self._scheduler._overlap
-        if on:
-            self._least, policy.min_tokens = policy.min_tokens, 1 << 40
-        else:
-            policy.min_tokens = self._least
+        before, policy.min_tokens = policy.min_tokens, tokens
+        return before
 
     # --- the KV cache -------------------------------------------------------------------------------------------------------
     def _caches(self) -> list[Any]:

@@ -1,8 +1,9 @@
 """The CUDA driver's copy calls, emulated on host memory for machines without a GPU.
 
 :class:`EmulatedDriver` is the project's driver wrapper with the library underneath replaced: it decodes the very descriptors
-the driver would get. Streams run in order, and only when an event or stream is waited for: until then work is in flight. A copy
-that touches a byte outside the host window or outside one allocation fails the test.
+the driver would get. Streams run in order, and only when an event or stream is waited for: until then work is in flight. What
+waits for another stream's event makes that stream run first. A copy that touches a byte outside the host window or outside one
+allocation fails the test.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def execute(copy: np.void, *, to_device: bool, check: Callable[[str, int, int], 
 
 @dataclass
 class _Stream:
-    pending: list[Callable[[], None]] = field(default_factory=list)
+    pending: list[Callable[[], int | None]] = field(default_factory=list)  #: NOT_READY: it stays pending
     done: int = 0  #: operations that have run since the start
     queued: int = 0
 
@@ -74,8 +75,11 @@ class EmulatedDriver(D.CudaDriver):
         self.events: dict[int, tuple[_Stream, int]] = {}
         self.batches: list[int] = []  #: descriptors of each pitched batch call
         self.flat_batches: list[int] = []  #: rows of each flat one
+        self.rows_taken: dict[int, int] = {}  #: stream → flat rows it ever took
+        self.refusals: dict[int, list[int]] = {}  #: stream → results of its next flat calls, in order; then it takes them again
         self.hold = threading.Event()  #: clear: queries say "not ready" and waits block
         self.hold.set()
+        self.held: set[int] = set()  #: streams that do not run: queries of what depends on them say "not ready"
         self._run_lock = threading.RLock()
         self._next = 0x1000
 
@@ -151,7 +155,7 @@ class EmulatedDriver(D.CudaDriver):
 
     def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> int:
         until = self.events[event]  # as recorded now
-        self.streams[stream].pending.append(lambda: self._run(*until) and None)
+        self.streams[stream].pending.append(lambda: self._run(*until))
         self.streams[stream].queued += 1
         return 0
 
@@ -194,7 +198,12 @@ class EmulatedDriver(D.CudaDriver):
     def _run(self, stream: _Stream, until: int) -> int:
         with self._run_lock:
             while stream.done < until:
-                stream.pending.pop(0)()
+                if any(self.streams[held] is stream for held in self.held):
+                    return D.NOT_READY
+                operation = stream.pending.pop(0)
+                if operation() == D.NOT_READY:
+                    stream.pending.insert(0, operation)
+                    return D.NOT_READY
                 stream.done += 1
         return 0
 
@@ -299,7 +308,10 @@ class EmulatedDriver(D.CudaDriver):
 
     def flat_v2(self, *arguments: Any) -> int:
         targets, sources, sizes, n, attributes, first, count, stream = arguments
+        if (results := self.refusals.get(stream)) and (code := results.pop(0)):
+            return code
         self.flat_batches.append(n)
+        self.rows_taken[stream] = self.rows_taken.get(stream, 0) + n
         order, source, _, target, _, _ = np.frombuffer(attributes._obj, np.int32)
         assert (order, first._obj.value, count) == (1, 0, 1)
         assert {source, target} == {1, 2}

@@ -35,8 +35,8 @@ from maru_shm import keys as K
 from maru_shm import layout as L
 from maru_shm import messages as M
 from maru_shm import poolformat as P
-from maru_shm.copy_shapes import PlacedPlane
 from maru_shm.errors import TransferError
+from maru_shm.placed_planes import PlacedPlane
 
 CHUNK, BLOCK, LAYERS, PIECE = 64, 16, 3, 4096
 NAMES = [f"model.layers.{i}.attn" for i in range(LAYERS)]
@@ -84,7 +84,7 @@ class World:
             on_lost=self.worker.on_lost,
         )
         assert self.worker.attach(worker_link, self.overlap)
-        self.policy = OverlapPolicy(min_tokens=CHUNK, max_tokens=1024, ranks=1)
+        self.policy = OverlapPolicy(min_tokens=CHUNK, max_tokens=1024, ranks=1, block_tokens=BLOCK)
         link = SidecarLink(self.sidecar.socket, lambda: (self._attach(L.Role.SCHEDULER), []), on_lost=self._lost)
         self.scheduler = SchedulerHalf(
             options, link, ROOT, block_tokens=BLOCK, num_blocks=SIZE["num_blocks"], ranks=1, deferred=True, overlap=self.policy
@@ -289,12 +289,23 @@ def test_a_request_that_cannot_be_cached_is_live_too(world: World) -> None:
     assert world.ask(request(name="b")) == (PREFIX * CHUNK, False)
 
 
-def test_a_hit_on_the_whole_prompt_is_loaded_deferred(world: World) -> None:
-    assert world.ask(request(rest=0)) == (PREFIX * CHUNK, True)
+@pytest.mark.parametrize("rest", [0, 1])
+def test_a_hit_that_leaves_too_little_to_compute_ends_a_block_early(world: World, rest: int) -> None:
+    world.policy.min_tokens = 2
+    one, end = request(rest=rest), PREFIX * CHUNK - BLOCK
+    assert world.ask(one) == (end, False)
+    ids = list(range(20, 20 + PREFIX * CHUNK // BLOCK))
+    world.scheduler.update_state_after_alloc(one, Blocks([*ids, 60]), end)
+    assert not world.run(world.meta({one.request_id: one.num_tokens - end}))
+    assert (world.cache.read(ids[:-1]) == world.wanted[:-1]).all()
+    assert not world.cache.read(ids[-1:]).any()
+    assert world.stats["loads_overlapped"] == 1
+    world.no_lease_is_left()
 
 
-def test_a_hit_that_leaves_little_to_compute_is_loaded_deferred(world: World) -> None:
-    assert world.ask(request(rest=CHUNK - 1)) == (PREFIX * CHUNK, True)
+def test_a_hit_that_leaves_too_little_to_compute_by_more_than_a_block_is_loaded_deferred(world: World) -> None:
+    assert world.policy.min_tokens == CHUNK
+    assert world.ask(request(rest=CHUNK - BLOCK - 1)) == (PREFIX * CHUNK, True)
 
 
 def test_before_every_layers_hook_was_seen_hits_are_loaded_deferred() -> None:

@@ -19,8 +19,8 @@ from maru_connector.overlap_cuda import TRIAL_BYTES, CudaCopier, Engine
 from maru_connector.pool_view import PoolView
 from maru_shm import layout as L
 from maru_shm import poolformat as P
-from maru_shm.copy_shapes import PlacedPlane
 from maru_shm.cuda import driver as D
+from maru_shm.placed_planes import PlacedPlane
 
 REGION = 4 << 20
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from tests.support.cuda_emulator import MAX_PITCH, execute
 from tests.support.kv_cases import Bytes, KvCase, block_tables, cases
 
-from maru_shm.copy_shapes import CopyPlanner, PlacedPlane, place, progressions
-from maru_shm.geometry import KvPlane, KvRegion, RegionKind
+from maru_shm.copy_shapes import CopyPlanner
+from maru_shm.geometry import KvPlane, KvRegion, RegionKind, Share
 from maru_shm.layout import SKIP_BLOCK
+from maru_shm.placed_planes import PlacedPlane, place, progressions
 
 ALL = cases()
 BY_NAME = {c.name: c for c in ALL}
@@ -221,6 +222,29 @@ def test_a_plane_stride_above_the_pitch_limit_is_given_as_layers_of_short_rows()
     assert (copy["device_row"], copy["device_layer"]) == (piece, 184_000)
     assert (copy["host_row"], copy["host_layer"]) == (piece, 1)
     assert copy["device"] == (1 << 40) + 5 * piece
+
+
+def test_shares_of_two_requests_in_turn_are_what_each_is_alone() -> None:
+    bases = [5 << 30, 3 << 30, 9 << 30, 1 << 30]  # a later layer may lie below an earlier one
+    planes = [PlacedPlane(i, base, i * 4096, 4096, 4096) for i, base in enumerate(bases)]
+    planner = CopyPlanner(planes, MAX_PITCH)
+    slabs = np.array([1 << 20, 3 << 20], np.uint64)
+    tables = [np.array(t, np.int32) for t in ([[7, 2], [5, 6]], [[1, 9], [0, 4]])]
+    turns = [[planner.plan(slabs, table, Share(part, 2)) for table in tables] for part in range(2)]
+    for table, parts in zip(tables, zip(*turns, strict=True), strict=True):
+        wanted = {
+            (int(slabs[chunk]) + 2 * i * 4096 + at * 4096, base + int(block) * 4096)
+            for i, base in enumerate(bases)
+            for (chunk, at), block in np.ndenumerate(table)
+        }
+        rows = [row for part in parts for copy in part for row in _rows_of_a_block(copy)]
+        assert len(rows) == len(wanted)
+        assert set(rows) == wanted
+
+
+def _rows_of_a_block(copy: np.void) -> list[tuple[int, int]]:
+    assert copy["height"] == copy["depth"] == 1
+    return [(int(copy["host"]) + at, int(copy["device"]) + at) for at in range(0, int(copy["width"]), 4096)]
 
 
 def test_a_flat_copy_never_exceeds_a_row_the_driver_takes() -> None:

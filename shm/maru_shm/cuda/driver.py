@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from maru_shm.copy_shapes import Copies, as_rows
 from maru_shm.cuda.descriptors import (
@@ -58,8 +59,8 @@ IPC_HANDLE_BYTES = 64
 
 
 #: Flat rows of one batch call. H200, driver 580, scattered rows of 64 KiB: 53.4 GB/s of 54.9 with 256 a call, 45 with 4,096;
-#: of 16 KiB: 15 and 3.7, since a long batch costs the driver 4 µs a row instead of 1.
-_FLAT_PER_CALL = 256
+#: of 16 KiB: 15 and 3.7, since a long batch costs the driver 4 µs a row instead of 1. Benchmarks set it.
+FLAT_PER_CALL = 256
 
 
 class CudaError(TransferError):
@@ -340,25 +341,35 @@ class CudaDriver:
         """
         if not self._batch:
             return self._submit_one_by_one(direction, copies, room[: len(copies)], stream)
-        flat = (copies["height"] == 1) & (copies["depth"] == 1)
+        flat = self.flat_rows(copies)
+        if flat.all():  # selecting costs 35 ns a row, under the GIL
+            return self.submit_flat(direction, copies, device, stream)
         calls = 0
         if flat.any():
-            calls += self._submit_flat(direction, copies[flat], device, stream)
+            calls += self.submit_flat(direction, copies[flat], device, stream)
             copies = copies[~flat]
-        if len(copies):
-            self._submit_pitched(direction, copies, room[: len(copies)], device, stream)
-            calls += 1
-        return calls
+        self._submit_pitched(direction, copies, room[: len(copies)], device, stream)
+        return calls + 1
 
-    def _submit_flat(self, direction: Direction, copies: Copies, device: int, stream: int) -> int:
-        """Single rows; the number of calls."""
+    def flat_rows(self, copies: Copies) -> npt.NDArray[np.bool_]:
+        """Which of ``copies`` are single rows for :meth:`submit_flat`; none with a driver that has no such call."""
+        if not self._batch:
+            return np.zeros(len(copies), np.bool_)
+        flat: npt.NDArray[np.bool_] = (copies["height"] == 1) & (copies["depth"] == 1)
+        return flat
+
+    def submit_flat(self, direction: Direction, copies: Copies, device: int, stream: int) -> int:
+        """Enqueue single rows (see :meth:`flat_rows`) in calls of :data:`FLAT_PER_CALL`; the number of calls.
+
+        Stops at the first refusal, as :meth:`submit` does. Needs no room, so threads may do it at once, each on its own stream.
+        """
         target, source = ("device", "host") if direction is Direction.LOAD else ("host", "device")
         columns = [np.ascontiguousarray(copies[k]) for k in (target, source, "width")]
         kinds = attributes(direction, device)
         first = _SIZE(0)  # one set of attributes, from operation 0 on
         calls = 0
-        for at in range(0, len(copies), _FLAT_PER_CALL):
-            part = [column[at : at + _FLAT_PER_CALL] for column in columns]
+        for at in range(0, len(copies), FLAT_PER_CALL):
+            part = [column[at : at + FLAT_PER_CALL] for column in columns]
             common = (*(p.ctypes.data for p in part), len(part[0]), ctypes.byref(kinds), ctypes.byref(first), 1)
             if self._batch == 2:
                 self._call("cuMemcpyBatchAsync_v2", *common, stream)

@@ -22,10 +22,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from maru_shm.copy_shapes import CopyPlanner, place
+from maru_shm.copy_shapes import CopyPlanner
 from maru_shm.cuda.driver import CudaDriver, CudaError
 from maru_shm.errors import AttachRefused, EngineGone, MaruError, PlatformUnsupported, TransferError
 from maru_shm.geometry import WHOLE, Direction, KvLayout, RegionKind, Share
+from maru_shm.placed_planes import place
 from maru_sidecar.transfer.base import Peer, PoolMapping
 from maru_sidecar.transfer.cpu import peer_exited
 from maru_sidecar.transfer.cuda_device import CudaDevice, Mapping
@@ -59,13 +60,23 @@ class CudaTransfer:
     """Transfer engine for CUDA IPC and VMM regions.
 
     ``region_bytes``: the pool's region size; the pool is registered in multiples of it (0: 1 GiB). ``pin=False`` never
-    registers the pool: every copy is pageable. ``driver``: for tests; loaded at the first attach otherwise.
+    registers the pool: every copy is pageable. ``submitters``: threads per device and direction. ``driver``: for tests; loaded
+    at the first attach otherwise.
     """
 
     name = "cuda"
 
-    def __init__(self, pool: PoolMapping, region_bytes: int = 0, *, pin: bool = True, driver: CudaDriver | None = None) -> None:
+    def __init__(
+        self,
+        pool: PoolMapping,
+        region_bytes: int = 0,
+        *,
+        pin: bool = True,
+        submitters: int = 1,
+        driver: CudaDriver | None = None,
+    ) -> None:
         self.pool = pool
+        self.submitters = submitters
         self.pinning = PoolPinning(pool, region_bytes)
         self._pin = pin
         self._pin_owner: CudaDevice | None = None
@@ -130,7 +141,7 @@ class CudaTransfer:
                     f"the engine's GPU {uuid} is not visible here (visible: {', '.join(sorted(visible)) or 'none'})",
                     "start the sidecar with that GPU: CUDA_VISIBLE_DEVICES, container device list",
                 )
-            device = self._devices[uuid] = CudaDevice(self._driver, uuid, visible[uuid])
+            device = self._devices[uuid] = CudaDevice(self._driver, uuid, visible[uuid], self.submitters)
         except PlatformUnsupported as e:
             raise AttachRefused(f"no CUDA here: {e.what}", e.remedy) from e
         except CudaError as e:
