@@ -100,7 +100,7 @@ class Table:
             code = self._engine(row, arguments, log, limit)
             if code != 0:
                 result["failed"] = f"exit {code}" if code is not None else f"cut off after {limit:.0f} s"
-            if row.server == "maru":
+            if row.server.startswith("maru"):
                 result["status"] = self._status()
         if report.exists():
             result |= json.loads(report.read_text())

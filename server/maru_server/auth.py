@@ -11,17 +11,16 @@ A token must be random, not a password: a recorded handshake allows guessing off
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import os
 import secrets
 import stat
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
+from maru_shm.endpoint import is_local
 from maru_shm.errors import ConfigError
 
 TOKEN_CHARS_MIN = 32
@@ -82,18 +81,6 @@ def token_in(path: str) -> str:
             f"the token in {path} has {len(token)} characters", f"use at least {TOKEN_CHARS_MIN}: maru-server token"
         )
     return token
-
-
-def is_local(endpoint: str) -> bool:
-    """Whether an endpoint can only be reached from this machine (loopback TCP, or ipc, whose file permissions decide)."""
-    url = urlsplit(endpoint)
-    if url.scheme == "ipc":
-        return True
-    try:
-        host = url.hostname or ""
-        return url.scheme == "tcp" and (host == "localhost" or ipaddress.ip_address(host).is_loopback)
-    except ValueError:
-        return False
 
 
 def require_token(endpoint: str, token: str | None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
+from urllib.parse import urlsplit
 
 from maru_shm.errors import ConfigError
 
@@ -27,3 +29,15 @@ def normal_endpoint(text: str, *, listens: bool = False) -> str:
     if not listens and (match["host"] == "*" or match["port"] == "*" or int(match["port"]) == 0):
         raise ConfigError(f"{text!r} is an address to listen on, not one to connect to", "name the server's host and port")
     return f"tcp://{rest}"
+
+
+def is_local(endpoint: str) -> bool:
+    """Whether an endpoint can only be reached from this machine (loopback TCP, or ipc, whose file permissions decide)."""
+    url = urlsplit(endpoint)
+    if url.scheme == "ipc":
+        return True
+    try:
+        host = url.hostname or ""
+        return url.scheme == "tcp" and (host == "localhost" or ipaddress.ip_address(host).is_loopback)
+    except ValueError:
+        return False

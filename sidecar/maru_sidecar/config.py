@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from maru_shm.endpoint import normal_endpoint
+from maru_shm.endpoint import is_local, normal_endpoint
 from maru_shm.errors import ConfigError, MaruError
 from maru_shm.socket_path import VARIABLES, default_socket_path, socket_variable
 from maru_sidecar.pool import PoolSpec
@@ -305,7 +305,15 @@ def _bounds(c: Config) -> Iterator[tuple[str, object, bool, str]]:
         not (shared and c.pool.recreate),
         "false: a shared pool is emptied by maru-sidecar pool clear",
     )
-    yield "pool.coherence", c.pool.coherence, shared or c.pool.coherence == "hardware", "hardware, unless pool.shared is set"
+    flushes = c.pool.coherence == "flush"
+    yield (
+        "pool.coherence",
+        c.pool.coherence,
+        not flushes,
+        "hardware: flushing caches takes native code that is not part of this",
+    )
+    guarded = not server.endpoint or is_local(server.endpoint) or bool(server.token_file)
+    yield "server.token_file", server.token_file, guarded, f"the cluster's token: {server.endpoint} is not on loopback"
     yield "server.lookup_wait_ms", server.lookup_wait_ms, 0 < server.lookup_wait_ms <= 1000, "above 0, at most 1000 ms"
     yield "server.pin_ttl_s", server.pin_ttl_s, 1 <= server.pin_ttl_s <= 3600, "1 to 3600 seconds"
     yield "server.write_margin_ms", server.write_margin_ms, 0 <= server.write_margin_ms <= 60_000, "0 to 60000 ms"

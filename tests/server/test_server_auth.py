@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from servers import free_port, server_process, until
 
-from maru_server.auth import derive, is_local, new_token, read_token, require_token
+from maru_server.auth import derive, new_token, read_token, require_token
 from maru_server.client import DirectoryClient
 from maru_server.errors import ServerUnavailable
 from maru_server.link_types import LinkConfig
 from maru_server.node import NodeLink
+from maru_shm.endpoint import is_local
 from maru_shm.errors import ConfigError
 
 

@@ -114,6 +114,17 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         ("[control]\nmode = '999'\n", "control.mode is '999'", "octal"),
         ("[http]\naddress = 'localhost'\n", "http.address is 'localhost'", "host:port"),
         ("[transfer]\nbytes_in_flight = '1MiB'\n", "transfer.bytes_in_flight is 1048576", "slice_bytes"),
+        ("[transfer]\ngpu_submitters = 9\n", "transfer.gpu_submitters is 9 in {path}", "1 to 8"),
+        (
+            "[pool]\nshared = true\ncoherence = 'flush'\n[server]\nendpoint = 'localhost:7400'\n",
+            "pool.coherence is 'flush' in {path}",
+            "expected hardware",
+        ),
+        (
+            "[pool]\nshared = true\n[server]\nendpoint = 'meta.example:7400'\n",
+            "server.token_file is ''",
+            "the cluster's token: tcp://meta.example:7400 is not on loopback",
+        ),
         ("[pool\n", "maru.toml", "TOML"),
     ],
 )
