@@ -101,6 +101,10 @@ class Segment:
         self.shape = info.shape
         self.fd = fd  #: -1 unless this side owns an open descriptor
 
+    @property
+    def mapped(self) -> bool:
+        return not self._mmap.closed
+
     def close(self) -> None:
         """Unmap (idempotent). The name, if any, stays: see :func:`unlink`."""
         if self.fd >= 0:

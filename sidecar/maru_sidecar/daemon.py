@@ -207,7 +207,7 @@ class Sidecar:
         identity = Identity(self.instance, self.generation, os.getpid(), process_start_time(os.getpid()))
         self.sessions = Sessions(
             identity=identity, pool=pool, directory=directory, lanes=self.lanes, poller=self.poller, limits=config.limits,
-            counters=self.counters, reply=self.server.reply, hang_up=self.server.close_connection,
+            counters=self.counters, reply=self.server.reply, hang_up=self.server.close_connection, broken=self._broken,
         )  # fmt: skip
         self._dispatcher = Dispatcher(directory, config.cache.lease_ttl_s, self.node.lookups if self.node is not None else None)
         if self.node is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from maru_shm import __version__
 from maru_shm import messages as M
+from maru_sidecar.bus_guard import BUS_GUARD
 from maru_sidecar.config import Config
 from maru_sidecar.daemon import Sidecar
 from maru_sidecar.notify import CONTROL_FD, POOL_FD, ServiceManager, stored_pool
@@ -29,6 +30,7 @@ def run(config: Config) -> int:
     )
     sys.setswitchinterval(config.daemon.switch_interval_s)
     _raise_descriptor_limit()
+    BUS_GUARD.install()
     manager = ServiceManager.from_environment()
     pool_fd = stored_pool(manager, config.pool) if not config.pool.shared else None
     with contextlib.ExitStack() as undo:

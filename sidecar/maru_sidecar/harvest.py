@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from maru_shm import layout as L
 from maru_shm import segment as S
 from maru_shm.errors import SegmentError
+from maru_sidecar.bus_guard import BUS_GUARD
 from maru_sidecar.directory import Directory
 
 log = logging.getLogger(__name__)
@@ -64,12 +65,10 @@ def sweep(instance: str, directory: Directory, *, max_ttl_s: float = 3600.0, max
         except SegmentError as e:
             log.warning("stale segment %s: %s", name, e)
         else:
-            try:
+            with BUS_GUARD.guarding(segment):
                 client = segment.info.client_pid
                 if S.process_runs(client) and segment.shape.total_bytes <= max_bytes:
                     until = _renew(segment, directory, _owner(name), int(max_ttl_s * 1e9), result)
-            finally:
-                segment.close()
         if until:
             result.kept[name] = Kept(client, until)
         else:

@@ -21,10 +21,12 @@ from dataclasses import dataclass, field
 from maru_shm import layout as L
 from maru_shm import messages as M
 from maru_shm import segment as S
+from maru_shm.errors import ProtocolViolation
 from maru_shm.records import SidecarRecords
 from maru_shm.ring import SubmissionConsumer
 from maru_sidecar import attaching
 from maru_sidecar.attaching import AttachThreads, Identity, Opened, Opening
+from maru_sidecar.bus_guard import BUS_GUARD
 from maru_sidecar.config import Limits
 from maru_sidecar.connection import Connection
 from maru_sidecar.copy_thread import WorkerPort
@@ -69,7 +71,8 @@ class Session:
 
 
 class Sessions:
-    """All sessions; the main thread uses it alone. ``reply`` and ``hang_up`` are the control server's."""
+    """All sessions; the main thread uses it alone. ``reply`` and ``hang_up`` are the control server's; ``broken`` ends
+    a session whose client did what no correct one does."""
 
     def __init__(
         self,
@@ -83,6 +86,7 @@ class Sessions:
         counters: Counters,
         reply: Callable[[Connection, M.SidecarMessage, list[int]], bool],
         hang_up: Callable[[Connection], None],
+        broken: Callable[[Session, Exception], None],
     ) -> None:
         self._identity = identity
         self._pool = pool
@@ -93,6 +97,7 @@ class Sessions:
         self._counters = counters
         self._reply = reply
         self._hang_up = hang_up
+        self._broken = broken
         self._workers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="maru-release")
         self._attaches = AttachThreads()
         self._serial = 0
@@ -218,6 +223,7 @@ class Sessions:
                 opened.target, engine.namespace, m.rank, m.world_size, m.chunk_tokens, engine.slab_bytes, segment.words
             )
             self.registry.registered(engine, m.rank)
+        BUS_GUARD.add(segment, lambda: self._poller.call_soon(lambda: self._torn(session)))
         segment.words[L.WORD_SIDECAR_STATE] = self.state
         self.live[session.id] = session
 
@@ -240,6 +246,12 @@ class Sessions:
         elif segment.fd >= 0:
             os.close(segment.fd)
             segment.fd = -1
+
+    def _torn(self, session: Session) -> None:
+        """Its segment was cut short: what this process sees of it is zeros from now on."""
+        if session.id in self.live:
+            name = session.segment.info.name
+            self._broken(session, ProtocolViolation(f"segment {name} was cut short", "see who else may write to it"))
 
     def _refuse(self, opening: Opening, why: M.Refused) -> None:
         m = opening.message
@@ -362,7 +374,7 @@ class Sessions:
     def _finish(self, session: Session) -> None:
         """No copy touches the client's memory any more: unmap, answer its Detach or hang up."""
         del self.ending[session.id]
-        session.segment.close()
+        BUS_GUARD.close(session.segment)
         os.close(session.doorbell)
         os.close(session.pidfd)
         connection = session.connection

@@ -370,3 +370,41 @@ def test_a_client_that_hangs_up_during_its_attach_leaves_nothing(sidecar: Sideca
     until(lambda: {name for name, *_ in segments.list_names()} <= before, "no segment is left")
     with Client(sidecar.socket, engine_id="fleeting"):
         pass
+
+
+# --- memory that is taken away ------------------------------------------------------------------------------------------------
+def violations(sidecar: SidecarProcess) -> int:
+    status = sidecar.ask(M.GetStatus())
+    assert isinstance(status, M.Status)
+    return int(status.sections["sidecar"]["protocol_violations"])  # type: ignore[index, call-overload]
+
+
+@pytest.mark.parametrize("role", [L.Role.SCHEDULER, L.Role.WORKER])
+@pytest.mark.parametrize("left", [0, L.RING_OFFSET])
+def test_a_client_that_cuts_its_segment_short_ends_its_own_session(
+    sidecar: SidecarProcess, bystander: Client, role: L.Role, left: int
+) -> None:
+    before = violations(sidecar)
+    client = Client(sidecar.socket, role=role, engine_id=f"cutter-{role.value}-{left}")
+    if role is L.Role.WORKER:
+        client.post_store(prompt_keys("cut", 2), blocks_table(0, 2), fence=1)  # it waits for its fence in the segment
+    os.truncate("/dev/shm" + client.attached.segment, left)
+    if left:
+        client.segment.words[L.WORD_SQ_TAIL] += 1  # a request that lies where nothing is any more
+    os.eventfd_write(client.doorbell, 1)
+    until(client.hung_up, "the session has ended")
+    assert violations(sidecar) == before + 1
+    assert bystander.store(prompt_keys(f"by-{role.value}-{left}", 1), blocks_table(20, 1)).n_done == 1
+    client.sock.close()
+
+
+def test_clients_that_cut_their_segments_while_copies_run_cost_nobody_else(sidecar: SidecarProcess, bystander: Client) -> None:
+    for i in range(10):
+        client = Client(sidecar.socket, engine_id=f"copier-{i}")
+        for j in range(8):
+            client.post_store(prompt_keys(f"copied-{i}-{j}", 4), blocks_table(4 * j, 4))
+        os.truncate("/dev/shm" + client.attached.segment, 0)
+        os.eventfd_write(client.doorbell, 1)
+        until(client.hung_up, "the session has ended")
+        client.sock.close()
+    assert bystander.store(prompt_keys("after the copiers", 1), blocks_table(24, 1)).n_done == 1
