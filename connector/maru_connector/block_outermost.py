@@ -2,8 +2,16 @@
 
 At 16 tokens an 8B model has pieces of 64 KiB per layer, of 16 KiB with tensor parallelism 4; together they are 2 MiB and 512
 KiB. Every copy gets that much longer and their number that much smaller, which matters most where block ids are scattered
-(``docs/performance.md``). vLLM 0.32 and later take a layout from the connector and fall back to their own, with a warning,
-where the attention backend cannot use it; in 0.26 model runner V1 alone asks, and its cache then arrives as one tensor.
+(``docs/performance.md``). vLLM 0.32 and later take a layout from the connector and keep their own, with a warning, where the
+attention backend does not know it; in 0.26 model runner V1 alone asks, and its cache then arrives as one tensor.
+
+It is a preference, and must not cost more than it brings, so nothing is asked where
+
+- blocks may have to be split into smaller ones for the kernels: vLLM 0.32 and 0.33 cannot split such blocks and would not start
+  (seen with 128 tokens and FlashMLA), and split ones are no single piece. Blocks of 16, 32 or 64 tokens are not split;
+- the model is a hybrid (its blocks are sized for Mamba layers), uses MLA (not every kernel takes a block's stride; its pieces
+  are 73 KiB already), or is one that this connector does not cache;
+- other connectors have a say: ``MultiConnector`` ends an engine whose connectors name different layouts.
 """
 
 from __future__ import annotations
@@ -12,44 +20,40 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from maru_connector.namespace import declined_parallelism
 from maru_connector.options import parse_options
 from maru_shm.errors import MaruError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+_UNSPLIT_TOKENS = (16, 32, 64)
 _MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
+_CALLERS = 6  #: frames looked at: a subclass or two, and the loop in MultiConnector
 #: Blackwell: its FlashInfer kernels read heads before tokens; the other backends there read either.
 _HEADS_FIRST_CAPABILITY = 10
 
 
 def preferred_layout(vllm_config: VllmConfig) -> str | None:
-    """The name of a ``KVCacheLayout`` (vLLM 0.32 and later), None: no preference.
-
-    None also beside other connectors: ``MultiConnector`` ends an engine whose connectors name different layouts, and it is
-    recognised by who is calling, since a child's configuration does not mention it.
-    """
+    """The name of a ``KVCacheLayout`` (vLLM 0.32 and later), None: no preference."""
     try:
         from vllm.v1.kv_cache_layout import KVCacheLayout
     except ImportError:  # 0.26: names are NHD and HND, and say nothing of layers
         return None
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None or not _wanted(transfer.kv_connector_extra_config) or _asked_by_multi_connector():
+    if not _suits(vllm_config) or _asked_by_multi_connector():
         return None
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cuda():  # a CPU's copies do not get faster, and its kernels know one layout
-        return None
     capability = current_platform.get_device_capability()
     heads_first = capability is not None and capability.major >= _HEADS_FIRST_CAPABILITY
     name = "BLHNC" if heads_first else "BLNHC"
     return name if name in KVCacheLayout.__members__ else None
 
 
-def prefers_one_tensor(device_type: str, *, wanted: bool) -> bool:
+def prefers_one_tensor(vllm_config: VllmConfig) -> bool:
     """For vLLM 0.26: whether all layers should share one tensor. Not where heads come first: vLLM would then put them outside
-    the layers, and pieces would be a head long. ``wanted``: ``maru.block_outermost``."""
-    if device_type != "cuda" or not wanted:
+    the layers, and pieces would be a head long."""
+    if not _suits(vllm_config):
         return False
     try:
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
@@ -69,13 +73,34 @@ def by_layer(cache: Any, backend: Any, tensors: Sequence[Any]) -> dict[str, Any]
     return {name: layers[i] for i, tensor in enumerate(tensors) for name in tensor.shared_by}
 
 
-def _wanted(extra: Any) -> bool:
+def _suits(config: VllmConfig) -> bool:
+    from vllm.platforms import current_platform
+
+    transfer, model = config.kv_transfer_config, config.model_config
+    if transfer is None or model is None or not current_platform.is_cuda():  # a CPU's copies do not get faster
+        return False
     try:
-        return parse_options(extra).block_outermost
+        wanted = parse_options(transfer.kv_connector_extra_config).block_outermost
     except MaruError:  # said by the connector's constructor, which comes later
         return False
+    return bool(
+        wanted
+        and config.cache_config.block_size in _UNSPLIT_TOKENS
+        and config.cache_config.cache_dtype != "nvfp4"  # layers of other dtypes beside it may get other blocks
+        and not (model.is_hybrid or model.use_mla)
+        and declined_parallelism(config) is None
+    )
 
 
 def _asked_by_multi_connector() -> bool:
-    caller = sys._getframe(3)  # whoever called the connector's class method, which called preferred_layout
-    return caller.f_globals.get("__name__") == _MULTI_CONNECTOR
+    """A child's configuration does not mention its siblings, so it is recognised by who is calling."""
+    frame = sys._getframe(1)
+    for _ in range(_CALLERS):
+        owner = frame.f_locals.get("cls")
+        bases = owner.__mro__ if isinstance(owner, type) else ()
+        if frame.f_globals.get("__name__") == _MULTI_CONNECTOR or any(b.__module__ == _MULTI_CONNECTOR for b in bases):
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False

@@ -284,8 +284,7 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
     @property
     def prefer_cross_layer_blocks(self) -> bool:
         """vLLM 0.26, model runner V1."""
-        device_type = self._vllm_config.device_config.device_type
-        return block_outermost.prefers_one_tensor(device_type, wanted=self._options.block_outermost)
+        return block_outermost.prefers_one_tensor(self._vllm_config)
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

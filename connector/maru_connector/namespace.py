@@ -37,12 +37,20 @@ def declined(vllm_config: Any, kv_cache_config: Any) -> str | None:
             return f"the KV cache is a {type(one).__name__}; supported: {', '.join(_SUPPORTED_SPECS)}"
         if getattr(one, "non_causal", False):
             return "attention is not causal: a chunk's KV depends on what follows it"
+    parallelism = declined_parallelism(vllm_config)
+    if parallelism is not None:
+        return parallelism
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        return "KV scales are computed at run time: equal tokens give other bytes in another engine"
+    return None
+
+
+def declined_parallelism(vllm_config: Any) -> str | None:
+    """The part of :func:`declined` that is known before the model is."""
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name} is {getattr(parallel, name)}; context parallelism splits blocks between ranks"
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        return "KV scales are computed at run time: equal tokens give other bytes in another engine"
     return None
 
 

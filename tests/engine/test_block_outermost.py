@@ -7,61 +7,120 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.platforms import current_platform
 
-from maru_connector import block_outermost, layout
-from maru_connector.block_outermost import by_layer, prefers_one_tensor
+from maru_connector import layout
+from maru_connector.block_outermost import by_layer, preferred_layout, prefers_one_tensor
 from maru_connector.connector import MaruSidecarConnector
 
-kv_cache_layout = pytest.importorskip("vllm.v1.kv_cache_layout", reason="vLLM 0.26 has no layouts to choose from")
+try:
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+except ImportError:  # 0.26
+    ANY: list[str] = []
+else:
+    ANY = [layout.name for layout in KVCacheLayout]
 
 pytestmark = pytest.mark.engine
+layouts = pytest.mark.skipif(not ANY, reason="vLLM 0.26 has no layouts to choose from")
 OURS = {
     "kv_connector": "MaruSidecarConnector", "kv_connector_module_path": "maru_connector.connector", "kv_role": "kv_both",
 }  # fmt: skip
-ANY = [layout.name for layout in kv_cache_layout.KVCacheLayout]
+OFFLOADING: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}}
 
 
-def resolved(monkeypatch: pytest.MonkeyPatch, transfer: dict[str, Any], supported: list[str], major: int = 9) -> str:
-    """The layout vLLM settles on for an engine on a CUDA device of that capability."""
-    from vllm.config import KVTransferConfig
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-
+def on_cuda(monkeypatch: pytest.MonkeyPatch, major: int = 9) -> None:
+    """Have vLLM believe that its platform is a CUDA device of that capability."""
     monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *a, **k: SimpleNamespace(major=major, minor=0))
-    config = SimpleNamespace(
-        cache_config=SimpleNamespace(kv_cache_layout=None), kv_transfer_config=KVTransferConfig(**transfer),
+
+
+def engine(transfer: dict[str, Any] = OURS, **facts: Any) -> Any:
+    """An engine's configuration, as far as the question goes."""
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(
+            kv_cache_layout=None, block_size=facts.get("block_size", 16), cache_dtype=facts.get("cache_dtype", "auto")
+        ),
+        model_config=SimpleNamespace(is_hybrid=facts.get("is_hybrid", False), use_mla=facts.get("use_mla", False)),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=facts.get("dcp", 1)),
+        kv_transfer_config=KVTransferConfig(**transfer),
         attention_config=SimpleNamespace(hisparse_config=None),
-    )  # fmt: skip
+    )
+
+
+def resolved(config: Any, supported: list[str] = ANY) -> str:
+    """The layout that vLLM settles on."""
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+
     return str(resolve_kv_cache_layout(config, [supported]).name)
 
 
+@layouts
 def test_blocks_are_kept_together_where_the_kernels_can_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolved(monkeypatch, OURS, ANY) == "BLNHC"
-    assert resolved(monkeypatch, OURS, ["LBHNC", "BLHNC"], major=10) == "BLHNC"
-    assert resolved(monkeypatch, OURS, ["LBNHC"]) == "LBNHC"  # and vLLM says that it dropped the preference
+    on_cuda(monkeypatch)
+    assert resolved(engine()) == "BLNHC"
+    assert resolved(engine(), ["LBNHC"]) == "LBNHC"  # and vLLM says that it dropped the preference
+    on_cuda(monkeypatch, major=10)
+    assert resolved(engine(), ["LBHNC", "BLHNC"]) == "BLHNC"
 
 
-def test_a_cpu_engine_and_an_engine_told_otherwise_keep_vllms_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    off = {**OURS, "kv_connector_extra_config": {"maru.block_outermost": False}}
-    assert resolved(monkeypatch, off, ANY) == ANY[0]
-    monkeypatch.undo()
-    from vllm.config import KVTransferConfig
-
-    config: Any = SimpleNamespace(kv_transfer_config=KVTransferConfig(**OURS))
-    assert MaruSidecarConnector.get_required_kvcache_layout(config) is None  # vLLM's platform here is a CPU
+REFUSED: list[dict[str, Any]] = [
+    {"block_size": 128}, {"block_size": 48}, {"is_hybrid": True}, {"use_mla": True}, {"dcp": 2}, {"cache_dtype": "nvfp4"},
+    {"transfer": {**OURS, "kv_connector_extra_config": {"maru.block_outermost": False}}},
+    {"transfer": {**OURS, "kv_connector_extra_config": {"maru.block_outermots": True}}},  # the constructor tells of that one
+]  # fmt: skip
 
 
-def test_beside_another_connector_there_is_no_preference_to_quarrel_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}}
+@pytest.mark.parametrize("facts", REFUSED, ids=lambda f: next(iter(f)))
+def test_nothing_is_asked_where_it_could_cost_more_than_it_brings(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]
+) -> None:
+    """Above all not an engine that would start without it: vLLM does not split such blocks for kernels of smaller ones."""
+    on_cuda(monkeypatch)
+    monkeypatch.setattr("vllm.v1.attention.backends.utils.get_kv_cache_layout", lambda: "NHD", raising=False)
+    assert prefers_one_tensor(engine())
+    assert preferred_layout(engine(**facts)) is None
+    assert not prefers_one_tensor(engine(**facts))
+
+
+def test_a_cpu_engine_is_asked_nothing() -> None:
+    assert MaruSidecarConnector.get_required_kvcache_layout(engine()) is None
+    assert not prefers_one_tensor(engine())
+
+
+class _Heir(MaruSidecarConnector):
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return super().get_required_kvcache_layout(vllm_config)
+
+
+class _Several(MultiConnector):  # type: ignore[misc]
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        asked = [c.get_required_kvcache_layout(config) for c, config in cls._get_connector_classes_and_configs(vllm_config)]
+        return next((one for one in asked if one is not None), None)
+
+
+@layouts
+@pytest.mark.parametrize("several", [MultiConnector, _Several])
+@pytest.mark.parametrize("ours", ["MaruSidecarConnector", "_Heir"])
+def test_beside_another_connector_there_is_no_preference_to_quarrel_about(
+    monkeypatch: pytest.MonkeyPatch, several: Any, ours: str
+) -> None:
+    on_cuda(monkeypatch)
+    module = OURS["kv_connector_module_path"] if ours == "MaruSidecarConnector" else __name__
+    child = {**OURS, "kv_connector": ours, "kv_connector_module_path": module}
     both = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [OURS, offloading]},
+        "kv_connector_extra_config": {"connectors": [child, OFFLOADING]},
     }
-    alone = {**both, "kv_connector_extra_config": {"connectors": [offloading]}}
-    assert resolved(monkeypatch, both, ANY) == resolved(monkeypatch, alone, ANY)
+    alone = {**both, "kv_connector_extra_config": {"connectors": [OFFLOADING]}}
+    layout_of = several.get_required_kvcache_layout
+    assert layout_of(engine(both)) == layout_of(engine(alone))
+    assert resolved(engine(both)) == resolved(engine(alone))
 
 
 def test_one_tensor_of_all_layers_becomes_a_view_per_layer_with_a_blocks_layers_together() -> None:
@@ -85,19 +144,8 @@ def test_one_tensor_of_all_layers_becomes_a_view_per_layer_with_a_blocks_layers_
     assert [p.piece_bytes for p in described.planes] == [layers * tokens * heads * words * 4]
 
 
-@pytest.mark.parametrize(("order", "device", "wanted", "preferred"), [
-    ("NHD", "cuda", True, True), ("HND", "cuda", True, False), ("NHD", "cpu", True, False), ("NHD", "cuda", False, False),
-])  # fmt: skip
-def test_vllm_0_26_is_asked_where_layers_lie_inside_blocks(
-    monkeypatch: pytest.MonkeyPatch, order: str, device: str, *, wanted: bool, preferred: bool
-) -> None:
-    from vllm.v1.attention.backends import utils
-
-    monkeypatch.setattr(utils, "get_kv_cache_layout", lambda: order, raising=False)
-    assert prefers_one_tensor(device, wanted=wanted) is preferred
-
-
-def test_an_option_that_is_wrong_is_reported_once_and_not_by_the_question_for_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = {**OURS, "kv_connector_extra_config": {"maru.block_outermots": True}}
-    assert resolved(monkeypatch, wrong, ANY) == ANY[0]
-    assert block_outermost._wanted({}) is True
+def test_vllm_0_26_is_asked_where_layers_lie_inside_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cuda(monkeypatch)
+    for order, preferred in (("NHD", True), ("HND", False)):
+        monkeypatch.setattr("vllm.v1.attention.backends.utils.get_kv_cache_layout", lambda order=order: order, raising=False)
+        assert prefers_one_tensor(engine()) is preferred

@@ -98,7 +98,7 @@ def test_many_flat_rows_arrive_byte_for_byte_whoever_submits_them(
             expected[int(offset) : int(offset) + size] = ROWS.slab(memory, blocks)
         target.submit(Direction.STORE, offsets, table).wait()
         np.testing.assert_array_equal(pool.bytes[: 41 * size], expected)
-    assert min(len(lane.helpers) for lane in target.device._lanes.values()) >= submitters - 1
+    assert min(len(lane.submitters) for lane in target.device._lanes.values()) >= submitters - 1
     target.device.submitters = 1
     target.close()
 

@@ -303,6 +303,12 @@ def test_a_hit_that_leaves_too_little_to_compute_ends_a_block_early(world: World
     world.no_lease_is_left()
 
 
+def test_a_hit_that_would_be_too_short_a_block_early_is_loaded_deferred(world: World) -> None:
+    world.policy.min_tokens = 2
+    world.scheduler._min_hit = PREFIX * CHUNK
+    assert world.ask(request(rest=0)) == (PREFIX * CHUNK, True)
+
+
 def test_a_hit_that_leaves_too_little_to_compute_by_more_than_a_block_is_loaded_deferred(world: World) -> None:
     assert world.policy.min_tokens == CHUNK
     assert world.ask(request(rest=CHUNK - BLOCK - 1)) == (PREFIX * CHUNK, True)

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -310,8 +311,8 @@ class Many:
     def streams(self, direction: Direction = Direction.LOAD) -> tuple[int, int]:
         """The caller's and the other thread's."""
         lane = self.device._lanes[direction]
-        (helper,) = lane.helpers
-        return lane.stream, helper.stream
+        (other,) = lane.submitters
+        return lane.stream, other.stream
 
     def slabs(self) -> list[Bytes]:
         size = 32 * self.case.block_bytes
@@ -455,6 +456,25 @@ def test_when_both_threads_are_refused_the_first_rows_error_is_told_and_a_sticky
     assert not submitting_threads()
     again.submit(Direction.LOAD, MANY_OFFSETS, many.table).wait()
     assert len(submitting_threads()) == 1
+    assert many.loaded()
+
+
+def test_a_thread_that_could_not_be_started_leaves_no_outcome_for_the_next_submission(world: World, peer: Peer) -> None:
+    many = Many(world, peer, submitters=3)
+    many.submit().wait()
+    third = many.device._lanes[Direction.LOAD].submitters[1]
+    start = third.start
+
+    def fails(job: Callable[[], int]) -> NoReturn:
+        raise MemoryError
+
+    third.start = fails  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        many.submit()
+    third.start = start  # type: ignore[method-assign]
+    for slab in many.slabs():
+        slab[:] ^= 0xFF
+    many.submit().wait()
     assert many.loaded()
 
 

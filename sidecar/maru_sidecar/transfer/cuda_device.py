@@ -19,6 +19,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
 from queue import SimpleQueue
@@ -41,10 +42,6 @@ from maru_shm.geometry import CUDA_IPC_HANDLE, CUDA_VMM_HANDLE, Direction, KvReg
 ROOM = 4096  #: descriptors per driver call
 EVENTS = 64  #: copies in flight before another event is made
 
-#: ``submitters``: threads that submit the flat rows of one submission, the caller among them; 1: no other. A row costs its
-#: thread 1 to 1.3 µs in the driver (H200), so the 32,768 rows of 1,024 blocks × 32 layers take one thread 33 to 43 ms, where
-#: the wire needs 39 for rows of 64 KiB. Rows of 16 KiB, by bare driver calls: 14.6 GB/s with one thread, 23.4 with two on a
-#: stream each, 29.4 with three, 17.0 with two on one stream.
 #: Up to so many flat rows the caller submits alone: 1 ms, beside which an event, two waits and a thread's wake-up would count.
 ALONE = 1024
 _NEAR = 64  #: rows that cost about what going over to another allocation does, 50 to 100 µs
@@ -59,15 +56,14 @@ _IPC_REMEDY = {
 }
 
 
-class _Helper:
-    """A further submitting thread of a lane and its stream. One job at a time: :meth:`start`, then :meth:`outcome`.
+class _Submitter:
+    """A further submitting thread of a lane and its stream.
 
     Raises :class:`CudaError` or ``RuntimeError`` (no thread) if it cannot be made.
     """
 
     def __init__(self, driver: CudaDriver, name: str) -> None:
-        self._jobs: SimpleQueue[Callable[[], int] | None] = SimpleQueue()
-        self._outcomes: SimpleQueue[int | BaseException] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Future[int], Callable[[], int]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
         try:
@@ -81,12 +77,10 @@ class _Helper:
             self.stop()
             raise
 
-    def start(self, job: Callable[[], int]) -> None:
-        self._jobs.put(job)
-
-    def outcome(self) -> int | BaseException:
-        """What the job returned or raised, once it has ended."""
-        return self._outcomes.get()
+    def start(self, job: Callable[[], int]) -> Future[int]:
+        future: Future[int] = Future()
+        self._jobs.put((future, job))
+        return future
 
     def stop(self) -> None:
         self._jobs.put(None)
@@ -98,13 +92,14 @@ class _Helper:
 
     def _one(self) -> bool:
         """A frame per job: an idle thread holds no copies."""
-        job = self._jobs.get()
-        if job is None:
+        item = self._jobs.get()
+        if item is None:
             return False
+        future, job = item
         try:
-            self._outcomes.put(job())
+            future.set_result(job())
         except BaseException as e:  # noqa: BLE001 - raised in the caller's thread, which waits for it
-            self._outcomes.put(e)
+            future.set_exception(e)
         return True
 
 
@@ -115,9 +110,9 @@ class _Lane:
         self.lock = threading.Lock()
         self.stream = driver.create_stream()
         self.room = driver.descriptors(ROOM)
-        self.begin = driver.create_event()  #: what the helpers' streams wait for
-        self.helpers: list[_Helper] = []  #: made at first need
-        self.full = False  #: no more of them could be made
+        self.begin = driver.create_event()  #: what the submitters' streams wait for
+        self.submitters: list[_Submitter] = []  #: all but the caller; made at first need
+        self.no_more = False  #: one could not be made
 
 
 class Mapping:
@@ -137,6 +132,10 @@ class CudaDevice:
 
     def __init__(self, driver: CudaDriver, uuid: str, ordinal: int, submitters: int = 1) -> None:
         self.driver = driver
+        #: threads that submit the flat rows of one submission, the caller among them; 1: no other. A row costs its thread 1 to
+        #: 1.3 µs in the driver (H200), so the 32,768 rows of 1,024 blocks × 32 layers take one thread 33 to 43 ms, where the
+        #: wire needs 39 for rows of 64 KiB. Rows of 16 KiB, by bare driver calls: 14.6 GB/s with one thread, 23.4 with two on a
+        #: stream each, 29.4 with three, 17.0 with two on one stream.
         self.submitters = submitters
         self.uuid = uuid
         self.ordinal = ordinal
@@ -243,50 +242,48 @@ class CudaDevice:
         Raises what the first part refused was refused with. By then no thread submits any more.
         """
         flat = self._many_flat(copies)
-        helpers = self._helpers(lane, direction) if len(flat) else []
-        own, *others = self._parts(copies, flat, 1 + len(helpers))
-        if helpers:
+        submitters = self._submitters(lane, direction) if len(flat) else []
+        own, *others = self._parts(copies, flat, 1 + len(submitters))
+        if submitters:
             self.driver.record_event(lane.begin, lane.stream)
-        for helper, rows in zip(helpers, others, strict=True):
-            helper.start(partial(self._enqueue_rows, lane, helper, direction, rows))
+        jobs: list[Future[int]] = []
         calls = 0
         try:
+            for submitter, rows in zip(submitters, others, strict=True):
+                jobs.append(submitter.start(partial(self._enqueue_rows, lane, submitter, direction, rows)))
             for at in range(0, len(own), ROOM):
                 calls += self.driver.submit(direction, own[at : at + ROOM], lane.room, self.ordinal, lane.stream)
         finally:
-            outcomes = [helper.outcome() for helper in helpers]
-            for outcome in outcomes:
-                if isinstance(outcome, CudaError):
-                    self.note(outcome)
-        for helper, outcome in zip(helpers, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-            calls += outcome
-            self.driver.order_after(lane.stream, helper.end)
+            for error in (job.exception() for job in jobs):  # waits for each
+                if isinstance(error, CudaError):
+                    self.note(error)
+        for submitter, job in zip(submitters, jobs, strict=True):
+            calls += job.result()
+            self.driver.order_after(lane.stream, submitter.end)
         return calls
 
-    def _enqueue_rows(self, lane: _Lane, helper: _Helper, direction: Direction, rows: Copies) -> int:
-        """A helper's job, in its thread."""
+    def _enqueue_rows(self, lane: _Lane, submitter: _Submitter, direction: Direction, rows: Copies) -> int:
+        """In a submitter's thread."""
         self.driver.use(self.context)
-        self.driver.order_after(helper.stream, lane.begin)
-        calls = self.driver.submit_flat(direction, rows, self.ordinal, helper.stream)
-        self.driver.record_event(helper.end, helper.stream)
+        self.driver.order_after(submitter.stream, lane.begin)
+        calls = self.driver.submit_flat(direction, rows, self.ordinal, submitter.stream)
+        self.driver.record_event(submitter.end, submitter.stream)
         return calls
 
-    def _helpers(self, lane: _Lane, direction: Direction) -> list[_Helper]:
-        """All submitters but the caller, or as many as can be made: without them copies are slower, not refused."""
-        while len(lane.helpers) < self.submitters - 1 and not lane.full:
-            n = len(lane.helpers) + 2
+    def _submitters(self, lane: _Lane, direction: Direction) -> list[_Submitter]:
+        """All but the caller, or as many as can be made: without them copies are slower, not refused."""
+        while len(lane.submitters) < self.submitters - 1 and not lane.no_more:
+            n = len(lane.submitters) + 2
             try:
-                lane.helpers.append(_Helper(self.driver, f"maru-cuda{self.ordinal}-{direction.value}-{n}"))
+                lane.submitters.append(_Submitter(self.driver, f"maru-cuda{self.ordinal}-{direction.value}-{n}"))
             except (CudaError, RuntimeError) as e:
                 if isinstance(e, CudaError) and e.sticky:
                     raise
-                lane.full = True
+                lane.no_more = True
                 log.warning(
                     "%s: no thread %d to submit each %s's copies, which may be slower: %s", self.uuid, n, direction.value, e
                 )
-        return lane.helpers[: self.submitters - 1]
+        return lane.submitters[: self.submitters - 1]
 
     def _many_flat(self, copies: Copies) -> npt.NDArray[np.intp]:
         """Indices of the flat rows, if they are enough to be shared out; else none."""
@@ -327,7 +324,7 @@ class CudaDevice:
         """After a refused submission: what was accepted of it has ended before the caller hears."""
         if isinstance(error, CudaError):
             self.note(error)
-        for stream in (lane.stream, *(helper.stream for helper in lane.helpers)):
+        for stream in (lane.stream, *(other.stream for other in lane.submitters)):
             try:
                 self.driver.wait_stream(stream)
             except CudaError as e:
@@ -353,18 +350,18 @@ class CudaDevice:
 
     def destroy(self) -> None:
         """Give everything back. Nothing is in flight, nothing imported."""
-        helpers = [helper for lane in self._lanes.values() for helper in lane.helpers]
-        for helper in helpers:
-            helper.stop()
+        others = [other for lane in self._lanes.values() for other in lane.submitters]
+        for other in others:
+            other.stop()
         try:
             if self.lost is not None:
                 self.driver.reset(self.ordinal)
             else:
                 self.driver.use(self.context)
                 lanes = self._lanes.values()
-                for event in (*self._events, *(lane.begin for lane in lanes), *(helper.end for helper in helpers)):
+                for event in (*self._events, *(lane.begin for lane in lanes), *(other.end for other in others)):
                     self.driver.destroy_event(event)
-                for stream in (*(lane.stream for lane in lanes), *(helper.stream for helper in helpers)):
+                for stream in (*(lane.stream for lane in lanes), *(other.stream for other in others)):
                     self.driver.destroy_stream(stream)
             self.driver.use(0)
             self.driver.release(self.ordinal)
@@ -372,4 +369,4 @@ class CudaDevice:
             log.warning("releasing %s: %s", self.uuid, e)
         self._events.clear()
         for lane in self._lanes.values():
-            lane.helpers.clear()
+            lane.submitters.clear()
