@@ -2,8 +2,12 @@
 
 At 16 tokens an 8B model has pieces of 64 KiB per layer, of 16 KiB with tensor parallelism 4; together they are 2 MiB and 512
 KiB. Every copy gets that much longer and their number that much smaller, which matters most where block ids are scattered
-(``docs/performance.md``). vLLM 0.32 and later take a layout from the connector and keep their own, with a warning, where the
-attention backend does not know it; in 0.26 model runner V1 alone asks, and its cache then arrives as one tensor.
+(``docs/performance.md``).
+
+vLLM 0.26 asks in model runner V1, where every attention backend must say that it goes by the stride of a block; the cache
+then arrives as one tensor. vLLM 0.32 and later take a layout from the connector and keep their own, with a warning, where a
+backend declares others. But one that declares none counts as good for any, and not every such kernel goes by strides: it would
+read wrong bytes. So there ``maru.block_outermost`` has to be set by somebody who knows the backend.
 
 It is a preference, and must not cost more than it brings, so nothing is asked where
 
@@ -35,12 +39,12 @@ _HEADS_FIRST_CAPABILITY = 10
 
 
 def preferred_layout(vllm_config: VllmConfig) -> str | None:
-    """The name of a ``KVCacheLayout`` (vLLM 0.32 and later), None: no preference."""
+    """The name of a ``KVCacheLayout`` (vLLM 0.32 and later); None: no preference, unless ``maru.block_outermost`` is set."""
     try:
         from vllm.v1.kv_cache_layout import KVCacheLayout
     except ImportError:  # 0.26: names are NHD and HND, and say nothing of layers
         return None
-    if not _suits(vllm_config) or _asked_by_multi_connector():
+    if not _suits(vllm_config, unless_set=False) or _asked_by_multi_connector():
         return None
     from vllm.platforms import current_platform
 
@@ -53,7 +57,7 @@ def preferred_layout(vllm_config: VllmConfig) -> str | None:
 def prefers_one_tensor(vllm_config: VllmConfig) -> bool:
     """For vLLM 0.26: whether all layers should share one tensor. Not where heads come first: vLLM would then put them outside
     the layers, and pieces would be a head long."""
-    if not _suits(vllm_config):
+    if not _suits(vllm_config, unless_set=True):
         return False
     try:
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
@@ -73,7 +77,8 @@ def by_layer(cache: Any, backend: Any, tensors: Sequence[Any]) -> dict[str, Any]
     return {name: layers[i] for i, tensor in enumerate(tensors) for name in tensor.shared_by}
 
 
-def _suits(config: VllmConfig) -> bool:
+def _suits(config: VllmConfig, *, unless_set: bool) -> bool:
+    """``unless_set``: whether it is wanted where the option says nothing."""
     from vllm.platforms import current_platform
 
     transfer, model = config.kv_transfer_config, config.model_config
@@ -84,7 +89,7 @@ def _suits(config: VllmConfig) -> bool:
     except MaruError:  # said by the connector's constructor, which comes later
         return False
     return bool(
-        wanted
+        (unless_set if wanted is None else wanted)
         and config.cache_config.block_size in _UNSPLIT_TOKENS
         and config.cache_config.cache_dtype != "nvfp4"  # layers of other dtypes beside it may get other blocks
         and not (model.is_hybrid or model.use_mla)

@@ -56,7 +56,8 @@ class Options:
     deferred_load: bool = True  #: park a hit while it loads; False loads inside the step
     write_behind: bool = True  #: store in the background; False waits for each store inside its step
     layerwise_overlap: bool = False  #: load a lone hit during its own pass, layer by layer
-    block_outermost: bool = True  #: ask vLLM for a cache in which a block's layers lie together
+    #: ask vLLM for a cache in which a block's layers lie together; None: where backends say that they can (see its module)
+    block_outermost: bool | None = None
     lookup_spin_us: float = 400.0  #: how long a step looks at an answer; waking a sidecar takes up to 330 µs
     lookup_patience_ms: float = 200.0  #: an answer later than this is a miss
     attach_patience_ms: float = 1000.0  #: how long requests wait for an attachment that has begun, e.g. after a restart

@@ -27,6 +27,7 @@ layouts = pytest.mark.skipif(not ANY, reason="vLLM 0.26 has no layouts to choose
 OURS = {
     "kv_connector": "MaruSidecarConnector", "kv_connector_module_path": "maru_connector.connector", "kv_role": "kv_both",
 }  # fmt: skip
+ASKING: dict[str, Any] = {**OURS, "kv_connector_extra_config": {"maru.block_outermost": True}}
 OFFLOADING: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}}
 
 
@@ -37,7 +38,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch, major: int = 9) -> None:
     monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *a, **k: SimpleNamespace(major=major, minor=0))
 
 
-def engine(transfer: dict[str, Any] = OURS, **facts: Any) -> Any:
+def engine(transfer: dict[str, Any] = ASKING, **facts: Any) -> Any:
     """An engine's configuration, as far as the question goes."""
     return SimpleNamespace(
         cache_config=SimpleNamespace(
@@ -64,6 +65,14 @@ def test_blocks_are_kept_together_where_the_kernels_can_read_them(monkeypatch: p
     assert resolved(engine(), ["LBNHC"]) == "LBNHC"  # and vLLM says that it dropped the preference
     on_cuda(monkeypatch, major=10)
     assert resolved(engine(), ["LBHNC", "BLHNC"]) == "BLHNC"
+
+
+@layouts
+def test_vllm_0_32_is_asked_only_by_who_set_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that declares no layouts counts as good for any there, and need not be."""
+    on_cuda(monkeypatch)
+    assert preferred_layout(engine(OURS)) is None
+    assert preferred_layout(engine(ASKING)) == "BLNHC"
 
 
 REFUSED: list[dict[str, Any]] = [
@@ -111,7 +120,7 @@ def test_beside_another_connector_there_is_no_preference_to_quarrel_about(
 ) -> None:
     on_cuda(monkeypatch)
     module = OURS["kv_connector_module_path"] if ours == "MaruSidecarConnector" else __name__
-    child = {**OURS, "kv_connector": ours, "kv_connector_module_path": module}
+    child = {**ASKING, "kv_connector": ours, "kv_connector_module_path": module}
     both = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -148,4 +157,4 @@ def test_vllm_0_26_is_asked_where_layers_lie_inside_blocks(monkeypatch: pytest.M
     on_cuda(monkeypatch)
     for order, preferred in (("NHD", True), ("HND", False)):
         monkeypatch.setattr("vllm.v1.attention.backends.utils.get_kv_cache_layout", lambda order=order: order, raising=False)
-        assert prefers_one_tensor(engine()) is preferred
+        assert prefers_one_tensor(engine()) is prefers_one_tensor(engine(OURS)) is preferred

@@ -41,7 +41,8 @@ class Stage:
             environment |= {"VLLM_KV_CACHE_LAYOUT": "BLHNC", "MARU_TEST_CPU_LAYOUTS": "BLHNC"}
         engine = VllmProcess(self._directory / f"engine-{len(self._engines)}.log", environment)
         self._engines.append(engine)
-        options = {"maru.layerwise_overlap": True, "maru.lookup_patience_ms": 5000, **options}
+        always = {"maru.layerwise_overlap": True, "maru.lookup_patience_ms": 5000, "maru.block_outermost": True}
+        options = {**always, **options}
         engine.build(replace(SHAPE, graph_sizes=()), self.model, self.sidecar.socket, **options)
         engine.result(240)
         engine.call("attach", 0)
