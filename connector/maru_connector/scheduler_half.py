@@ -1,8 +1,7 @@
 """The connector's half in vLLM's scheduler: who hits, what is loaded where, what is stored when.
 
-Nothing here waits for I/O. A lookup is posted when a request arrives and read when the scheduler asks; the answer is a
-lease, held by the LOOKUP's own record until the load is over, the hit turns out useless, or the request goes. Every path
-out of a request ends in :meth:`SchedulerHalf._drop_lookup`, which is how leases do not leak.
+Nothing here waits for I/O. What the pool holds of a request is asked in ``lookups.py``; every path out of a request ends
+there, in :meth:`~maru_connector.lookups.Lookups.drop`. What becomes of a hit is decided here.
 
 A hit is loaded in one of two ways: parked, by the sidecar, while others run (deferred); or, where it is the only live request,
 by the workers themselves while its own forward pass runs (``overlap_policy.py`` says when, ``overlap.py`` how).
@@ -13,7 +12,6 @@ When a store is due is decided here, which chunks it carries in ``store_planner.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +19,7 @@ import numpy as np
 
 from maru_connector import namespace
 from maru_connector.link import SidecarLink
-from maru_connector.log import OnceLogger, get_logger
+from maru_connector.lookups import Lookups, NoAnswer
 from maru_connector.metadata import LoadJob, StepMetadata, WorkerReport
 from maru_connector.options import Options
 from maru_connector.overlap_policy import OverlapPolicy
@@ -32,13 +30,7 @@ from maru_connector.stats import MaruStats
 from maru_connector.store_planner import StorePlanner
 from maru_shm import keys as K
 from maru_shm import layout as L
-from maru_shm.errors import RingFull
 
-logger = get_logger("maru_connector")
-
-MAX_UNANSWERED = 4  #: lookups without an answer; beyond, the sidecar is taken for stalled and everything misses at once
-EARLY_LOOKUPS = 64  #: lookups posted at arrival; a longer queue looks up when its turn comes, before its lease runs out
-LEASE_MARGIN_NS = 2_000_000_000  #: a lease about to end is not built upon
 _MISS = (0, False)
 
 
@@ -71,11 +63,9 @@ class SchedulerHalf:
         self._loads: list[LoadJob] = []
         self._cancels: list[str] = []
         self._step = 0
-        self._spin_left = options.lookup_spin_us / 1e6
-        self._open_lookups = 0
         self._loras = namespace.LoraIdentities()
         self._stats = MaruStats()
-        self._once = OnceLogger(logger)
+        self._lookups = Lookups(options, link, overlap, self._stats)
 
     # --- requests come and ask ----------------------------------------------------------------------------------------------
     def on_new_request(self, request: Any) -> None:
@@ -86,10 +76,7 @@ class SchedulerHalf:
         state = self._new_state(request)
         self._requests[request.request_id] = state
         self.link.nudge()
-        if state.may_look_up and self._open_lookups < EARLY_LOOKUPS:
-            session = self.link.poll()
-            if session is not None and self._post_lookup(session, state):
-                session.flush()
+        self._lookups.post_early(state, alone=self._alone())
 
     def _new_state(self, request: Any) -> RequestState:
         root = namespace.request_root(self._root, request, self._loras)
@@ -112,29 +99,15 @@ class SchedulerHalf:
         size = self.options.chunk_tokens
         chunks = request.num_tokens // size
         if num_computed % self._block_tokens or chunks * size - num_computed < self._min_hit:
-            self._drop_lookup(state)
+            self._lookups.drop(state)
             return _MISS
-        if state.lookup is None:
-            if state.known_hits >= 0 and state.known_hits * size - num_computed < self._min_hit:
-                return _MISS  # asked before, and the local cache still covers it
-            session = self.link.poll()
-            if session is None:
-                return self._while_attaching()
-            if not self._post_lookup(session, state):
-                return _MISS
-            session.flush()
-        lookup = state.lookup
-        assert lookup is not None
-        if lookup.hits is None and not self._answered(state, lookup):
-            return self._not_answered(state, lookup)
-        if lookup.too_early:
-            self._drop_lookup(state)
-            state.known_hits = -1
-            return self._while_attaching()
-        if lookup.hits and lookup.deadline - time.monotonic_ns() < LEASE_MARGIN_NS:
-            self._drop_lookup(state)  # it waited in the queue for longer than the lease lives: ask anew
-            state.known_hits = -1
+        if state.lookup is None and state.known_hits >= 0 and state.known_hits * size - num_computed < self._min_hit:
+            return _MISS  # asked before, and the local cache still covers it
+        lookup = self._lookups.ask(state, alone=self._alone())
+        if lookup is NoAnswer.LATER:
             return None, False
+        if lookup is NoAnswer.MISS:
+            return _MISS
         return self._claim(request, state, lookup, num_computed)
 
     def _claim(self, request: Any, state: RequestState, lookup: Lookup, num_computed: int) -> tuple[int | None, bool]:
@@ -150,7 +123,7 @@ class SchedulerHalf:
             end = min(end, (request.num_tokens - 1) // self._block_tokens * self._block_tokens)
         n = end - num_computed
         if n < self._min_hit:
-            self._drop_lookup(state)
+            self._lookups.drop(state)
             return _MISS
         if state.slabs:
             state.claimed_from = num_computed
@@ -160,94 +133,13 @@ class SchedulerHalf:
         state.claimed_from = num_computed
         return n, self._deferred
 
-    def _while_attaching(self) -> tuple[int | None, bool]:
-        """A sidecar has just come (back): its first requests are worth a moment, since a miss costs their whole prefill.
-
-        Links advance with steps, so an idle engine attaches when a request arrives. Bounded by the attachment's age, not the
-        request's: an engine whose workers are refused delays nothing for longer than that once.
-        """
-        if self.link.attaching_for() * 1e3 < self.options.attach_patience_ms:
-            return None, False
-        return _MISS
-
     def _alone(self) -> bool:
         """Whether one request is live, or none."""
         return len(self._requests) <= 1 and not self._strangers
 
-    # --- lookups ------------------------------------------------------------------------------------------------------------
-    def _post_lookup(self, session: Session, state: RequestState) -> bool:
-        request = state.request
-        if session.abandoned >= MAX_UNANSWERED:
-            self._stats.add(lookups_skipped=1)
-            return False
-        chunks = state.keys.extend(request.all_token_ids)
-        if not chunks:
-            return False
-        overlap = self._overlap is not None and self._overlap.generation == session.generation and self._alone()
-        try:
-            op = L.Op.LOCATE if overlap else L.Op.LOOKUP
-            ticket = session.post(op, bytes(state.keys.keys), label=request.request_id)
-        except RingFull:
-            self._stats.add(lookups_skipped=1)
-            return False
-        self._open_lookups += 1
-        self._stats.add(lookups=1)
-        state.lookup = Lookup(session, ticket, chunks, time.monotonic(), overlap)
-        return True
-
-    def _answered(self, state: RequestState, lookup: Lookup) -> bool:
-        """Read the answer; look again for as long as this step's spin lasts."""
-        session, ticket = lookup.session, lookup.ticket
-        reply = session.peek(ticket)
-        if reply is None and session.connected and self._spin_left > 0:
-            start = now = time.perf_counter()
-            until = start + self._spin_left
-            while reply is None and now < until:
-                time.sleep(0)  # gives up the GIL, about 1 µs: threads of this process get their turns
-                reply = session.peek(ticket)
-                now = time.perf_counter()
-            self._spin_left -= now - start
-        if reply is None:
-            return False
-        hits = min(reply.n_done, lookup.chunks) if reply.state is L.State.DONE else 0
-        state.known_hits = hits
-        state.stored = max(state.stored, hits)  # in the pool already, on every rank
-        lookup.hits, lookup.deadline = hits, reply.deadline
-        lookup.too_early = reply.code is L.Code.NOT_REGISTERED
-        return True
-
-    def _not_answered(self, state: RequestState, lookup: Lookup) -> tuple[int | None, bool]:
-        lookup.asks += 1
-        late = (time.monotonic() - lookup.posted) * 1e3 > self.options.lookup_patience_ms
-        if lookup.session.connected and (lookup.asks < 2 or not late):
-            return None, False
-        state.may_look_up = False  # do not hold this request up again
-        self._drop_lookup(state)
-        self._stats.add(lookups_unanswered=1)
-        self._once.warning(
-            "unanswered",
-            "maru: a lookup was not answered within %.0f ms (maru.lookup_patience_ms): a miss; is the host overloaded?",
-            self.options.lookup_patience_ms,
-        )
-        return _MISS
-
-    def _drop_lookup(self, state: RequestState) -> None:
-        """Forget the request's lookup and give its lease back."""
-        lookup, state.lookup = state.lookup, None
-        if lookup is not None:
-            self._release(lookup)
-
-    def _release(self, lookup: Lookup) -> None:
-        self._open_lookups -= 1
-        lookup.session.release(lookup.ticket)
-        lookup.session.flush()
-
     def on_lost(self, session: Session) -> None:
-        """The sidecar is gone: no lookup of ``session`` is worth anything. Loads go on; their workers know."""
-        for state in self._requests.values():
-            if state.lookup is not None and state.lookup.session is session:
-                self._drop_lookup(state)
-                state.known_hits = -1
+        """The sidecar is gone, and with it the lookups of ``session``. Loads go on; their workers know."""
+        self._lookups.on_lost(session, self._requests.values())
 
     # --- blocks are allocated, steps are built ------------------------------------------------------------------------------
     def update_state_after_alloc(self, request: Any, blocks: Any, n: int) -> None:
@@ -256,7 +148,7 @@ class SchedulerHalf:
         if state is None or state.phase is not Phase.ACTIVE:
             return
         if n == 0:
-            self._drop_lookup(state)
+            self._lookups.drop(state)
             return
         lookup = state.lookup  # None if the sidecar went meanwhile: the load is tried all the same, or recomputed
         size, per_chunk = self.options.chunk_tokens, self._per_chunk
@@ -291,7 +183,7 @@ class SchedulerHalf:
     def build_connector_meta(self, output: Any) -> StepMetadata:
         """Everything this step's workers have to know. Cheap when idle: one poll, no loop."""
         self._step += 1
-        self._spin_left = self.options.lookup_spin_us / 1e6
+        self._lookups.new_step()
         session = self.link.poll()
         if session is not None:
             session.sweep()
@@ -386,7 +278,7 @@ class SchedulerHalf:
         self._parked -= state.parked_blocks
         state.parked_blocks = 0
         if lease is not None:
-            self._release(lease)
+            self._lookups.release(lease)
         if state.phase is Phase.ABORTED:
             del self._requests[state.request.request_id]
         else:
@@ -399,7 +291,7 @@ class SchedulerHalf:
             self._strangers.discard(request.request_id)
             self._blocks_freed(block_ids, self._step)
             return
-        self._drop_lookup(state)
+        self._lookups.drop(state)
         if state.phase is Phase.LOADING:
             state.phase = Phase.ABORTED
             self._cancels.append(request.request_id)
@@ -432,7 +324,7 @@ class SchedulerHalf:
         """
         self._root = K.request_root(self._root, salt="reset " + os.urandom(16).hex())
         for request_id, state in list(self._requests.items()):
-            self._drop_lookup(state)
+            self._lookups.drop(state)
             if state.phase is not Phase.ACTIVE:
                 self._cancels.append(request_id)
                 state.may_store = False
@@ -448,7 +340,8 @@ class SchedulerHalf:
     def take_stats(self) -> MaruStats | None:
         if self._stats.is_empty():
             return None
-        stats, self._stats = self._stats, MaruStats()
+        stats = MaruStats(self._stats.data)
+        self._stats.reset()
         return stats
 
     def shutdown(self) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import xxhash
 
-from maru_sidecar.directory import SlabRef
 from maru_sidecar.pool import PoolFile
+from maru_sidecar.slab_handles import SlabRef
 
 
 class SlabChecker:

@@ -21,7 +21,7 @@ import msgspec
 from maru_shm.endpoint import is_local, normal_endpoint
 from maru_shm.errors import ConfigError, MaruError
 from maru_shm.socket_path import VARIABLES, default_socket_path, socket_variable
-from maru_sidecar.pool import PoolSpec
+from maru_sidecar.pool_spec import PoolSpec
 
 ENV_PREFIX = "MARU_"
 _UNITS = {

@@ -4,12 +4,37 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 
 from maru_shm.layout import KEY_BYTES
 from maru_shm.messages import ChunkInfo
 from maru_sidecar.chunk_index import Chunk
 from maru_sidecar.holdings import Holdings
+from maru_sidecar.recovery import RebuildReport
 from maru_sidecar.room import RoomMaker
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the directory did since the sidecar's start; ``copying`` is what it does now."""
+
+    lookups: int = 0
+    chunks_asked: int = 0
+    chunks_hit: int = 0
+    stored: int = 0  #: slabs
+    aborted: int = 0  #: slabs
+    cleared: int = 0
+    dropped_bad: int = 0
+    full: int = 0  #: reservations refused for want of room
+    declined: int = 0
+    leases_expired: int = 0
+    copying: int = 0  #: slabs of all Acquired not yet released
+    rebuild: RebuildReport = field(default_factory=RebuildReport)
+
+    def totals(self) -> dict[str, int]:
+        """Those that only grow, by their names in status and metrics."""
+        names = [f.name for f in fields(self) if f.name not in ("copying", "rebuild")]
+        return {f"{name}_total": getattr(self, name) for name in names}
 
 
 def all_names(holdings: Holdings, namespace: bytes | None) -> list[bytes]:
@@ -39,7 +64,9 @@ def chunk_infos(holdings: Holdings, names: list[bytes], now_ns: int) -> list[Chu
 
 def _info(holdings: Holdings, chunk: Chunk, now_ns: int) -> ChunkInfo:
     # A header is bytes in shared memory, and may be damaged: no size in it is believed beyond what the region has room for.
-    headers = [(holdings.regions.read_header(slab), holdings.regions.region_of(slab).stride) for slab in chunk.slabs if slab]
+    headers = [
+        (holdings.regions.slabs.read_header(slab), holdings.regions.region_of(slab).stride) for slab in chunk.slabs if slab
+    ]
     return ChunkInfo(
         namespace=chunk.namespace.id.hex(),
         key=chunk.key.hex(),

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from maru_sidecar.pool import PoolSpec
+from maru_sidecar.pool_spec import PoolSpec
 
 if TYPE_CHECKING:
     from maru_sidecar.config import Config

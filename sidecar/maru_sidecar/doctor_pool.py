@@ -10,8 +10,9 @@ from maru_shm.errors import MaruError
 from maru_sidecar import devdax, hostmemory
 from maru_sidecar.doctor_host import Finding, Host, Verdict
 from maru_sidecar.output import human_bytes
-from maru_sidecar.pool import check_usable, open_existing
+from maru_sidecar.pool_checks import check_usable
 from maru_sidecar.pool_header import is_blank, medium_bytes, read_header
+from maru_sidecar.pool_path import open_existing
 
 
 def check_pool_space(host: Host) -> Iterator[Finding]:

@@ -86,7 +86,7 @@ class Holdings:
         if self._removed is not None:
             self._removed(ns.id, chunk.key, [rank for rank, slab in enumerate(chunk.slabs) if slab])
         for slab in filter(None, chunk.slabs):
-            self.regions.begin_evict(slab)
+            self.regions.slabs.begin_evict(slab)
             self.evicting += 1
         parent = ns.unlink(chunk)
         ns.policy.gone(chunk)

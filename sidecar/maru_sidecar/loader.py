@@ -27,8 +27,9 @@ from maru_shm import layout as L
 from maru_shm.geometry import Direction, Share
 from maru_sidecar.checksum import SlabChecker
 from maru_sidecar.copy_thread import CopyThread, Flight, Job
-from maru_sidecar.directory import Acquired, Directory
+from maru_sidecar.directory import Directory
 from maru_sidecar.sharing.slabs import MixedSlabs, SharedSlabs
+from maru_sidecar.slab_handles import Acquired
 from maru_sidecar.slab_reader import SlabReader
 
 AGEING = 8 << 30  #: bytes per second of waiting

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from maru_shm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from maru_sidecar.pool import PoolSpec
+    from maru_sidecar.pool_spec import PoolSpec
 
 FIRST_FD = 3  #: sd_listen_fds(3): SD_LISTEN_FDS_START
 CONTROL_FD = "control"  #: FileDescriptorName= of the control socket's unit

@@ -19,63 +19,19 @@ import errno
 import fcntl
 import mmap
 import os
-import stat
 import time
 from dataclasses import replace
-from typing import Literal
-
-import msgspec
 
 from maru_shm import poolformat as F
-from maru_shm.errors import PlatformUnsupported, PoolBusy, PoolCorrupt, PoolError
+from maru_shm.errors import PlatformUnsupported, PoolBusy, PoolError
 from maru_sidecar import devdax, hostmemory
+from maru_sidecar.pool_checks import check_matches, read_initialised
 from maru_sidecar.pool_create import Progress, check_space, create, plan, size_file
-from maru_sidecar.pool_header import (
-    PoolHeader,
-    boot_id,
-    init_command,
-    is_blank,
-    map_medium,
-    medium_bytes,
-    read_header,
-    read_magic,
-    refuse_place,
-    unopenable,
-    write_header,
-)
+from maru_sidecar.pool_header import PoolHeader, boot_id, is_blank, map_medium, read_header, read_magic, write_header
 from maru_sidecar.pool_lock import FLOCK, PoolLock, is_at
+from maru_sidecar.pool_path import close_quietly, open_existing, open_or_create, reopen, target_of
+from maru_sidecar.pool_spec import PoolSpec
 from maru_sidecar.transfer.base import PoolMapping
-
-SHM_DIR = "/dev/shm"
-
-
-class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What pool to open.
-
-    ``backend`` ``shm``: ``path`` is a POSIX name (``maru-pool``) or a path in a tmpfs. ``file``: any path on fsdax, hugetlbfs
-    or an ordinary filesystem. ``devdax``: a DAX device, which is recognised under ``file`` and ``shm`` too; here anything else
-    is refused. ``size`` in bytes, rounded down to whole regions; on a device and of a shared pool it is the header's instead.
-    """
-
-    backend: Literal["shm", "file", "devdax"] = "shm"
-    path: str
-    size: int
-    region_size: int = 0  #: bytes, a multiple of 4 KiB; 0: 1 GiB, or a sixteenth of a pool below 16 GiB
-    hugepages: bool = True  #: ask for transparent huge pages (tmpfs mounted or set to ``advise``)
-    numa_node: int | None = None
-    recreate: bool = False  #: remove an existing *pool* first, whatever its size or format
-    mode: int = 0o600
-    #: several sidecars use it (same file or device, each under its own path), each writing what a metadata server granted it;
-    #: it must have been initialised by `maru-sidecar pool init`
-    shared: bool = False
-    coherence: Literal["hardware", "flush"] = "hardware"  #: of a shared pool between hosts
-
-    @property
-    def file_path(self) -> str:
-        """Absolute path of the file."""
-        if self.backend == "shm" and "/" not in self.path.removeprefix("/"):
-            return f"{SHM_DIR}/{self.path.removeprefix('/')}"
-        return os.path.abspath(self.path)
 
 
 class PoolFile:
@@ -96,7 +52,7 @@ class PoolFile:
         self._header = header
         self._lock_fd = lock_fd
         self._guard: PoolLock | None = None  #: None until it is open
-        fd = _reopen(lock_fd, os.O_RDWR)
+        fd = reopen(lock_fd, os.O_RDWR)
         try:
             self._mmap = map_medium(fd, header.pool_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
         except BaseException:
@@ -141,7 +97,7 @@ class PoolFile:
     def _open_own(cls, spec: PoolSpec, path: str, progress: Progress | None, guard: PoolLock) -> PoolFile:
         recreate = spec.recreate
         for _ in range(16):  # each turn lost a race against a process that removed or created the file
-            fd, created = _open_or_create(path, spec)
+            fd, created = open_or_create(path, spec)
             try:
                 guard.confirm(fd)
                 if not is_at(fd, path):
@@ -155,7 +111,7 @@ class PoolFile:
                     recreate = False
                     continue
             except BaseException:
-                _close_quietly(fd)
+                close_quietly(fd)
                 raise
             return cls._from_locked(fd, spec, path, progress, created=created)
         raise PoolBusy(f"pool {path} keeps being replaced", "stop the other process that creates it")
@@ -188,12 +144,12 @@ class PoolFile:
                     f"pool {path} belongs to uid {os.fstat(fd).st_uid}, neither to {os.geteuid()} nor to root",
                     "a stranger's pool is not trusted: run all its sidecars as one user",
                 )
-            header = _read_initialised(fd, spec, path)
+            header = read_initialised(fd, spec, path)
             if spec.shared:
                 return cls(fd, header, spec, suspect=False, warnings=[])
             return cls._take(fd, header, spec, [])
         except BaseException:
-            _close_quietly(fd)
+            close_quietly(fd)
             raise
 
     @classmethod
@@ -202,11 +158,11 @@ class PoolFile:
 
         An empty file is formatted. Raises as :meth:`open` does.
         """
-        name = f"fd {fd} ({_target(fd)})"
+        name = f"fd {fd} ({target_of(fd)})"
         if devdax.of(fd) is not None:
             return cls._open_initialised(spec, spec.file_path)  # it is at its path for as long as the machine has it
         with PoolLock(spec.file_path, spec.mode) as guard:
-            own = _reopen(fd, os.O_RDWR)
+            own = reopen(fd, os.O_RDWR)
             try:
                 guard.confirm(own)
             except BaseException:
@@ -230,10 +186,10 @@ class PoolFile:
                 if header.flags & F.FLAG_CREATING:
                     check_space(fd, fs, header.pool_bytes - os.fstat(fd).st_blocks * 512, spec, name)
                     header, warnings = size_file(fd, header, spec, name, progress)
-            _check_matches(fd, header, spec, name)
+            check_matches(fd, header, spec, name)
             return cls._take(fd, header, spec, warnings)
         except BaseException:
-            _close_quietly(fd)
+            close_quietly(fd)
             raise
 
     @classmethod
@@ -246,7 +202,7 @@ class PoolFile:
 
     def open_readonly(self) -> int:
         """A new read-only descriptor of the pool, for a process that may only read it; the caller closes it."""
-        return _reopen(self._lock_fd, os.O_RDONLY)
+        return reopen(self._lock_fd, os.O_RDONLY)
 
     def contents_checked(self) -> None:
         """What survived the last boot has been checked or dropped: the pool belongs to this boot from now on."""
@@ -317,136 +273,3 @@ class PoolFile:
         elif node is not None and (refused := hostmemory.bind_to_node(address, size, node)):
             warnings.append(f"numa_refused: node {node}: {refused}")
         return warnings
-
-
-# --- steps -------------------------------------------------------------------------------------------------------------
-def _close_quietly(fd: int) -> None:
-    with contextlib.suppress(OSError):
-        os.close(fd)
-
-
-def _target(fd: int) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except OSError as e:
-        raise PoolError(f"file descriptor {fd} for the pool: {e.strerror}", "hand over an open descriptor") from e
-
-
-def _reopen(fd: int, flags: int) -> int:
-    """A new open file description of the same file (``dup`` would share the lock)."""
-    try:
-        return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
-    except OSError as e:
-        raise PoolError(f"pool descriptor {fd} cannot be reopened: {e.strerror}", "mount /proc and check permissions") from e
-
-
-def _open_or_create(path: str, spec: PoolSpec) -> tuple[int, bool]:
-    """``(fd, created)``. O_EXCL tells the two apart, so that only a file made here is ever removed on failure."""
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        try:
-            fd, created = os.open(path, flags), False
-        except FileNotFoundError:
-            fd, created = os.open(path, flags | os.O_CREAT | os.O_EXCL, spec.mode), True
-    except FileExistsError:  # somebody was faster
-        return _open_or_create(path, spec)
-    except OSError as e:
-        raise unopenable(path, e) from e
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode):
-        os.close(fd)
-        raise PoolError(f"pool {path} is not a regular file", "name a file on tmpfs, hugetlbfs, fsdax or a filesystem")
-    if spec.backend == "shm" and info.st_uid != os.geteuid():
-        os.close(fd)
-        raise PoolError(
-            f"pool {path} belongs to uid {info.st_uid}, not to {os.geteuid()}",
-            "anyone may create files in /dev/shm, so a stranger's pool is not trusted: remove it or choose another name",
-        )
-    return fd, created
-
-
-def open_existing(path: str, access: int = os.O_RDWR) -> int:
-    """A descriptor of a regular file or DAX device that is there. Raises :class:`PoolError`."""
-    if devdax.is_device(path):
-        return devdax.open_device(path, access)
-    refuse_place(path)
-    try:
-        fd = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for its other end
-    except FileNotFoundError as e:
-        raise PoolError(f"pool {path}: {e.strerror}", f"initialise it first: {init_command(path)}") from e
-    except OSError as e:
-        raise unopenable(path, e) from e
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise PoolError(f"pool {path} is no regular file and no DAX device", "name a file on tmpfs, fsdax or a filesystem")
-    return fd
-
-
-def _read_initialised(fd: int, spec: PoolSpec, name: str) -> PoolHeader:
-    """The header of a pool that must have been initialised for what ``spec`` wants. Raises :class:`PoolError`."""
-    if spec.recreate:
-        raise PoolError(f"pool {name} is not recreated by a sidecar", f"empty it with maru-sidecar pool clear {name}")
-    header = read_header(fd, name)
-    if header.flags & F.FLAG_CREATING:
-        raise PoolError(f"pool {name} is half initialised", f"once more: {_anew(name)}")
-    if spec.shared and not header.flags & F.FLAG_SHARED:
-        raise PoolError(f"pool {name} was not initialised for sharing", f"{_anew(name)}; or set pool.shared = false")
-    if not spec.shared and header.flags & F.FLAG_SHARED:
-        raise PoolError(f"pool {name} is shared", f"set pool.shared = true; or make one's own of it: {_anew(name, '--own')}")
-    check_extent(fd, header, name)
-    if spec.region_size and spec.region_size != header.region_bytes:
-        raise PoolError(
-            f"pool {name} has regions of {header.region_bytes} bytes, wanted are {spec.region_size}",
-            "leave pool.region_size out: it is the header's",
-        )
-    return header
-
-
-def check_usable(fd: int, spec: PoolSpec, name: str) -> PoolHeader:
-    """The header of a pool that is there, if a sidecar would open it for ``spec`` as it is. Raises as :meth:`PoolFile.open`."""
-    if spec.shared or devdax.of(fd) is not None:
-        return _read_initialised(fd, spec, name)
-    header = read_header(fd, name)
-    if header.flags & F.FLAG_SHARED:
-        raise PoolError(f"pool {name} is shared", "set pool.shared = true, or name another path")
-    if not (header.flags & F.FLAG_CREATING or spec.recreate):  # else it is resumed, or made anew
-        _check_matches(fd, header, spec, name)
-    return header
-
-
-def _anew(path: str, *options: str) -> str:
-    """How to make a pool where there is one: a file is removed first, so that nothing is lost by a slip of the pen."""
-    if devdax.is_device(path):
-        return f"{init_command(path, *options, '--overwrite')} (what it holds is lost)"
-    return f"remove the file, then {init_command(path, *options)}"
-
-
-def check_extent(fd: int, header: PoolHeader, name: str) -> None:
-    """Whether the pool lies within its file or device, in regions that can be mapped. Raises :class:`PoolCorrupt`."""
-    if (there := medium_bytes(fd)) < header.pool_bytes:
-        raise PoolCorrupt(f"pool {name} has {header.pool_bytes} bytes by its header, there are {there}", "initialise it anew")
-    unit = hostmemory.filesystem_of(fd).region_unit
-    if header.region_bytes % unit:
-        raise PoolCorrupt(
-            f"pool {name} has regions of {header.region_bytes} bytes, its device maps multiples of {unit}",
-            "initialise it anew, or give the device the alignment it had (daxctl reconfigure-device --align)",
-        )
-
-
-def _check_matches(fd: int, header: PoolHeader, spec: PoolSpec, name: str) -> None:
-    """The file against its header, then the header against the wish.
-
-    Another size is refused rather than adopted: a pool silently smaller or larger than configured is found out under load.
-    """
-    actual = os.fstat(fd).st_size
-    if actual < header.pool_bytes:
-        raise PoolCorrupt(
-            f"pool {name} was truncated: {actual} bytes, its header says {header.pool_bytes}",
-            "start with --pool-recreate; its contents are lost",
-        )
-    remedy = "start with --pool-recreate to drop its contents, or configure the size it has"
-    if spec.region_size and spec.region_size != header.region_bytes:
-        raise PoolError(f"pool {name} has regions of {header.region_bytes} bytes, wanted are {spec.region_size}", remedy)
-    wanted = spec.size // header.region_bytes * header.region_bytes
-    if wanted != header.pool_bytes:
-        raise PoolError(f"pool {name} has {header.pool_bytes} bytes, wanted are {spec.size}", remedy)

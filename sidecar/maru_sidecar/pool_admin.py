@@ -21,7 +21,7 @@ import numpy as np
 from maru_shm import poolformat as F
 from maru_shm.errors import PoolError, PoolTooLarge
 from maru_sidecar import devdax, hostmemory
-from maru_sidecar.pool import PoolSpec, check_extent, open_existing
+from maru_sidecar.pool_checks import check_extent
 from maru_sidecar.pool_create import create
 from maru_sidecar.pool_header import (
     PoolHeader,
@@ -31,10 +31,11 @@ from maru_sidecar.pool_header import (
     plan_regions,
     read_header,
     read_page,
-    unopenable,
     write_header,
 )
 from maru_sidecar.pool_lock import PoolLock
+from maru_sidecar.pool_path import open_existing, unopenable
+from maru_sidecar.pool_spec import PoolSpec
 from maru_sidecar.sharing import owner
 from maru_sidecar.slab_header import region_layout
 

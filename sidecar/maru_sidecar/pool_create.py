@@ -14,15 +14,12 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from maru_shm import poolformat as F
 from maru_shm.errors import PoolError, PoolTooLarge
 from maru_sidecar import hostmemory
 from maru_sidecar.pool_header import GiB, PoolHeader, boot_id, plan_regions, write_header
-
-if TYPE_CHECKING:
-    from maru_sidecar.pool import PoolSpec
+from maru_sidecar.pool_spec import PoolSpec
 
 _SLICE = GiB  #: fallocate step, so that progress can be told: about 0.5 s with 4 KiB pages
 

@@ -17,6 +17,7 @@ from maru_shm import poolformat as F
 from maru_shm.errors import PoolCorrupt, PoolError, PoolVersionMismatch
 from maru_sidecar import devdax
 from maru_sidecar.hostmemory import Filesystem
+from maru_sidecar.pool_path import init_command
 
 GiB = 1 << 30
 _MIN_REGION = 1 << 20
@@ -87,31 +88,6 @@ def plan_regions(size: int, region_size: int, page_bytes: int = F.DATA_ALIGN) ->
             f"at least 2 are needed: make it {2 * region} bytes or more, or its regions smaller",
         )
     return region, size // region
-
-
-def unopenable(path: str, error: OSError) -> PoolError:
-    """The error for a pool's file that cannot be opened or made, with the remedy for its reason."""
-    remedies = {
-        errno.ENOENT: f"create the directory {os.path.dirname(path)}",
-        errno.EISDIR: f"name a file in it, e.g. {path}/maru-pool",
-        errno.ELOOP: "it is a symbolic link, and none is followed: name the file itself",
-        errno.EACCES: "run as the user whose pool it is, or name another path",
-        errno.EROFS: "name a path on a filesystem that can be written",
-    }
-    return PoolError(f"pool {path}: {error.strerror}", remedies.get(error.errno or 0, "name another path"))
-
-
-def refuse_place(path: str) -> None:
-    """Raise :class:`PoolError` where no pool can lie: on a directory, in one that is not there."""
-    code = errno.EISDIR if os.path.isdir(path) else 0 if os.path.isdir(os.path.dirname(path)) else errno.ENOENT
-    if code:
-        raise unopenable(path, OSError(code, os.strerror(code)))
-
-
-def init_command(path: str, *options: str) -> str:
-    """The command that makes a pool at ``path``."""
-    size = () if devdax.is_device(path) else ("--size SIZE",)
-    return " ".join(("maru-sidecar pool init", *options, path, *size))
 
 
 def medium_bytes(fd: int) -> int:

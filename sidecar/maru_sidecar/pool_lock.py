@@ -23,7 +23,7 @@ import struct
 from types import TracebackType
 
 from maru_shm.errors import PoolBusy, PoolError
-from maru_sidecar.pool_header import refuse_place
+from maru_sidecar.pool_path import refuse_place
 
 FLOCK = struct.Struct("@hhqqi4x")  #: C's struct flock: type, whence, start, length, pid
 _OWNER = 1 << 61

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from maru_shm import poolformat as F
 from maru_shm.errors import PoolCorrupt
 from maru_sidecar.pool import PoolFile
 from maru_sidecar.regions import RegionTable
@@ -50,10 +51,10 @@ def recover(pool: PoolFile, regions: RegionTable) -> Recovered:
     slabs: list[tuple[int, SlabHeader]] = []
     for region in regions.regions():
         try:
-            scanned = regions.scan(region)
+            scanned = regions.format.scan(region)
         except PoolCorrupt:
             bad_regions += 1
-            corrupt += regions.count_committed(region)
+            corrupt += regions.format.count_committed(region)
             continue
         if scanned is None:
             continue
@@ -66,17 +67,17 @@ def recover(pool: PoolFile, regions: RegionTable) -> Recovered:
     worlds: dict[bytes, int] = {}
     for slab, header in slabs:
         if worlds.setdefault(header.namespace, header.world) != header.world:
-            regions.drop_scanned(slab)
+            regions.slabs.mark(slab, F.SlabState.FREE)
             corrupt += 1
             continue
         if pool.suspect and not _data_matches(pool, regions, slab, header):
-            regions.drop_scanned(slab)
+            regions.slabs.mark(slab, F.SlabState.FREE)
             unverified += 1
             continue
         name = (header.namespace, header.key, header.rank)
         older = newest.pop(name, None)  # popped, so that the order of insertion stays the order of age
         if older is not None:
-            regions.drop_scanned(older[0])
+            regions.slabs.mark(older[0], F.SlabState.FREE)
             duplicates += 1
         newest[name] = (slab, header)
     kept = list(newest.values())

@@ -1,16 +1,13 @@
-"""Regions and slabs on the mapping: formatting, allocation, and the two-phase commit of one slab.
+"""Regions and slabs: which there are, and who has them. What is on the mapping is ``region_format.py``'s and
+``slab_states.py``'s matter.
 
-Nothing here knows keys or policies. :class:`RegionTable` is driven by ``directory.py`` under its lock, except for
-:meth:`RegionTable.write_header`, which touches one slab that its writer owns alone.
+Nothing here knows keys or policies. :class:`RegionTable` is driven by ``directory.py`` under its lock.
 
 A *slab* is named by the offset of its header from the pool's start (one int: the index keeps one per chunk and rank).
 Slabs of one stride form a *size class*. Allocation takes the lowest region of the class that has room, so that the others
 run empty; an empty region belongs to no class and may be formatted for another. Within a region slabs are taken from the top,
 so those of one prompt fall in address as its chunks go on: ``maru_shm/copy_shapes.py`` says why. Eviction frees the end of a
 prompt first and what was freed last is taken first, so it stays so when slabs are taken again.
-
-State words go through a ``memoryview.cast("Q")`` of the whole pool: one aligned ``mov``, where a numpy structured assignment
-may copy by bytes and tear. Everything else in a header is written while the state says WRITING.
 """
 
 from __future__ import annotations
@@ -18,44 +15,13 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from maru_shm import failpoints
 from maru_shm import poolformat as F
-from maru_shm.atomics import order_fence
-from maru_shm.errors import PoolCorrupt, PoolError
+from maru_shm.errors import PoolError
 from maru_sidecar.pool import PoolFile
+from maru_sidecar.region_format import Region, RegionFormat
 from maru_sidecar.sharing.rights import WholePool, WriteRights
-from maru_sidecar.slab_header import SlabHeader, decode, encode, region_layout, slab_offset
-
-_STATE_BITS = 8
-_GENERATION_MASK = (1 << 56) - 1
-#: Generations of a newly formatted region start at epoch << 24: above anything an earlier sidecar reached in under 16 million
-#: reuses of one slab, even where a damaged header hides what it had reached.
-_EPOCH_SHIFT = 24
-
-
-@dataclass(slots=True)
-class Region:
-    """One region. ``stride`` 0: never formatted (or its header was damaged)."""
-
-    index: int
-    base: int  #: offset from the pool's start
-    stride: int = 0
-    n_slabs: int = 0
-    data_offset: int = 0  #: from the region's base
-    used: int = 0  #: slabs not free
-    fresh: int = 0  #: slabs below this one have not been taken since the region was last empty
-    freed: list[int] = field(default_factory=list)  #: slabs from ``fresh`` on that are free
-    #: who uses each slab: what :meth:`RegionTable.allocate` was given, later a chunk
-    owners: list[object] = field(default_factory=list)
-
-    @property
-    def room(self) -> int:
-        return self.n_slabs - self.used
+from maru_sidecar.slab_states import SlabStates
 
 
 @dataclass(slots=True)
@@ -70,17 +36,6 @@ class SizeClass:
     used: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ScannedRegion:
-    """What :meth:`RegionTable.scan` found in one region."""
-
-    region: Region
-    committed: list[tuple[int, SlabHeader]]  #: (slab, header), CRC good
-    writing: int
-    evicting: int
-    corrupt: int  #: COMMITTED with a bad CRC, magic or size, or an unknown state
-
-
 class RegionTable:
     """The regions of one pool that this sidecar may use, and who may take which slab.
 
@@ -90,10 +45,9 @@ class RegionTable:
     """
 
     def __init__(self, pool: PoolFile, rights: WriteRights | None = None, mine: Iterable[int] | None = None) -> None:
-        self._pool = pool
         self._rights: WriteRights = WholePool() if rights is None else rights
-        self._bytes = pool.bytes
-        self._words = pool.words
+        self.slabs = SlabStates(pool, self._rights)
+        self.format = RegionFormat(pool, self._rights, self.slabs)
         self.region_bytes = pool.region_bytes
         self._regions = [Region(i, i * pool.region_bytes) for i in range(pool.n_regions)]
         self._mine = set(range(1, pool.n_regions) if mine is None else mine)
@@ -149,27 +103,21 @@ class RegionTable:
     def data_offset(self, slab: int) -> int:
         """Where the slab's data starts, bytes from the pool's start."""
         region = self._regions[slab // self.region_bytes]
-        return region.base + region.data_offset + _number(region, slab) * region.stride
-
-    def state_word(self, slab: int) -> int:
-        return self._words[slab >> 3]
+        return region.base + region.data_offset + region.number(slab) * region.stride
 
     def set_owner(self, slab: int, owner: object) -> None:
         region = self.region_of(slab)
-        region.owners[_number(region, slab)] = owner
-
-    def read_header(self, slab: int) -> SlabHeader:
-        return decode(bytes(self._bytes[slab : slab + F.SLAB_HEADER_BYTES]))
+        region.owners[region.number(slab)] = owner
 
     def number(self, slab: int) -> int:
         """Index of the slab in its region."""
-        return _number(self.region_of(slab), slab)
+        return self.region_of(slab).number(slab)
 
     # --- allocation ---------------------------------------------------------------------------------------------------
     def allocate(self, stride: int, owner: object) -> int | None:
         """Take a free slab of the class, formatting an empty region if there is none; None if the pool has no room.
 
-        Only this process knows it is taken until :meth:`begin_write`.
+        Only this process knows it is taken until ``SlabStates.begin_write``.
         """
         size_class = self.size_class(stride)
         index = next((i for i in size_class.open if self._rights.may_start(i)), None)
@@ -186,7 +134,7 @@ class RegionTable:
         region.owners[number] = owner
         if region.room == 0:
             size_class.open.remove(index)
-        return _slab(region, number)
+        return region.slab(number)
 
     def _adopt_region(self, size_class: SizeClass) -> int | None:
         usable = [i for i in self._free if self._rights.may_start(i)]
@@ -195,7 +143,7 @@ class RegionTable:
         index = next((i for i in usable if self._regions[i].stride == size_class.stride), usable[0])
         region = self._regions[index]
         if region.stride != size_class.stride:
-            self._format(region, size_class.stride)
+            self.format.lay_out(region, size_class.stride)
         self._free.remove(index)
         region.fresh = region.n_slabs
         region.used = 0
@@ -213,11 +161,11 @@ class RegionTable:
 
     def free(self, slab: int) -> None:
         """FREE in memory and here. The generation stays; it rises when the slab is taken again."""
-        self._mark(slab, F.SlabState.FREE)
+        self.slabs.mark(slab, F.SlabState.FREE)
         region = self.region_of(slab)
         mine = region.index in self._mine
         size_class = self._classes[region.stride]
-        number = _number(region, slab)
+        number = region.number(slab)
         region.owners[number] = None
         region.freed.append(number)
         region.used -= 1
@@ -232,22 +180,13 @@ class RegionTable:
                 size_class.open.remove(region.index)
                 bisect.insort(self._free, region.index)
 
-    def _mark(self, slab: int, state: F.SlabState) -> None:
-        """Store a state under the slab's generation, if its region may be written."""
-        if self._rights.may_write(slab // self.region_bytes):
-            self._words[slab >> 3] = self._words[slab >> 3] & ~0xFF | state
-
     # --- regions of a shared pool come and go -------------------------------------------------------------------------------
     def add(self, index: int) -> bool:
         """Take over a region just granted; what lies in it is forgotten. False if slabs of an earlier grant are in use."""
         region = self._regions[index]
         if region.used or index in self._mine:
             return False
-        raw = bytes(self._bytes[region.base : region.base + F.REGION_HEADER.size + F.CRC.size])
-        _, region.n_slabs, region.data_offset = region_layout(raw, self.region_bytes) or (0, 0, 0)
-        region.stride = 0  # formatted before its first slab; n_slabs says which generations are there to be exceeded
-        self._rights.check(index)
-        self._bytes[region.base : region.base + len(raw)] = bytes(len(raw))
+        self.format.forget(region)
         self._mine.add(index)
         bisect.insort(self._free, index)
         return True
@@ -274,159 +213,22 @@ class RegionTable:
     def owners(self, index: int) -> list[tuple[int, object]]:
         """(slab, owner) of a region's slabs in use."""
         region = self._regions[index]
-        return [(_slab(region, i), owner) for i, owner in enumerate(region.owners) if owner is not None]
-
-    def _format(self, region: Region, stride: int) -> None:
-        """Lay an empty region out for another stride.
-
-        Slab headers first, region header last. Killed in between, the old header still stands over slabs that are all
-        FREE: headers lie at the same places in every format, and an empty region has no other contents.
-        """
-        self._rights.check(region.index)
-        failpoints.hit("region.before_format")
-        n, data_offset = F.region_plan(self.region_bytes, stride)
-        generation = self._pool.epoch << _EPOCH_SHIFT
-        if region.n_slabs:
-            generation = max(generation, int(self._headers(region)["state"].max()) >> _STATE_BITS)
-        region.stride, region.n_slabs, region.data_offset = stride, n, data_offset
-        headers = self._headers(region)
-        start = region.base + F.HEADER_BYTES
-        np.frombuffer(self._bytes, np.uint8, n * F.SLAB_HEADER_BYTES, start)[:] = 0
-        headers["state"] = generation << _STATE_BITS | F.SlabState.FREE
-        failpoints.hit("region.after_headers")
-        order_fence()
-        self._write_region_header(region)
-
-    def _write_region_header(self, region: Region) -> None:
-        raw = F.with_crc(
-            F.REGION_HEADER.pack(F.REGION_MAGIC, F.FORMAT, 0, region.stride, region.stride, region.n_slabs, region.data_offset)
-        )
-        self._bytes[region.base : region.base + len(raw)] = raw
-
-    def mend(self, slab: int) -> None:
-        """Store the header of a slab's region again if it was damaged: sound slabs in it, and later ones, are readable then."""
-        region = self.region_of(slab)
-        raw = bytes(self._bytes[region.base : region.base + F.REGION_HEADER.size + F.CRC.size])
-        layout = region_layout(raw, self.region_bytes)
-        if layout != (region.stride, region.n_slabs, region.data_offset) and self._rights.may_write(region.index):
-            self._write_region_header(region)
-
-    def _headers(self, region: Region) -> npt.NDArray[Any]:
-        return np.frombuffer(self._bytes, F.SLAB_HEADER, region.n_slabs, region.base + F.HEADER_BYTES)
-
-    # --- the two-phase commit of one slab ---------------------------------------------------------------------------------
-    def begin_write(self, slab: int) -> None:
-        """WRITING under a new generation, and no header any more; after this the data may be written.
-
-        Without its magic the old header, whose CRC is still right, cannot come to describe the new data, whatever state word
-        it is found with.
-        """
-        failpoints.hit("commit.before_writing")
-        generation = (self._words[slab >> 3] >> _STATE_BITS) + 1 & _GENERATION_MASK
-        self._words[slab >> 3] = generation << _STATE_BITS | F.SlabState.WRITING
-        order_fence()  # SYNC POINT: a reader that sees new data also sees that the slab changed
-        self._words[(slab >> 3) + 1] = 0  # the magic
-        order_fence()
-        failpoints.hit("commit.after_writing")
-
-    def check_right(self, slab: int) -> None:
-        """Raise :class:`~maru_shm.errors.RegionNotHeld` unless the slab's region may be written now."""
-        self._rights.check(slab // self.region_bytes)
-
-    def write_header(self, slab: int, header: SlabHeader) -> None:
-        """Everything but the state word; the slab stays WRITING. Raises :class:`~maru_shm.errors.RegionNotHeld`."""
-        self.check_right(slab)
-        failpoints.hit("commit.after_data")
-        self._bytes[slab + 8 : slab + F.SLAB_HEADER_BYTES] = encode(header)[8:]
-        failpoints.hit("commit.before_state")
-
-    def publish(self, slab: int) -> None:
-        """COMMITTED, stored last. Raises :class:`~maru_shm.errors.RegionNotHeld`, and stores nothing, without the right to."""
-        self.check_right(slab)
-        order_fence()  # SYNC POINT: release
-        self._words[slab >> 3] = self._words[slab >> 3] & ~0xFF | F.SlabState.COMMITTED
-        failpoints.hit("commit.after_state")
-
-    def begin_evict(self, slab: int) -> None:
-        """EVICTING: no reader may start on it, and a restart frees it."""
-        self._mark(slab, F.SlabState.EVICTING)
-        failpoints.hit("evict.after_state")
+        return [(region.slab(i), owner) for i, owner in enumerate(region.owners) if owner is not None]
 
     # --- after a restart ----------------------------------------------------------------------------------------------
-    def scan(self, region: Region) -> ScannedRegion | None:
-        """Read a region's headers as a dead sidecar left them, freeing in memory whatever is not a sound COMMITTED slab.
-
-        None for a region never formatted. Raises :class:`PoolCorrupt` if its header is damaged: the slabs cannot be found then,
-        and the region counts as never formatted. Call :meth:`adopt_scanned` with what is to be kept.
-        """
-        raw = bytes(self._bytes[region.base : region.base + F.REGION_HEADER.size + F.CRC.size])
-        if not any(raw):
-            return None
-        self._read_region_header(region, raw)
-        headers = self._headers(region)
-        words = headers["state"].copy()
-        states = words & 0xFF
-        writing = states == F.SlabState.WRITING
-        evicting = states == F.SlabState.EVICTING
-        candidates = states == F.SlabState.COMMITTED
-        sound = (
-            candidates
-            & (headers["magic"] == F.SLAB_MAGIC)
-            & (headers["format"] == F.FORMAT)
-            & (headers["data_bytes"] > 0)
-            & (headers["data_bytes"] <= region.stride)
-            & (headers["rank"] < headers["world"])
-        )
-        committed = []
-        for number in np.flatnonzero(sound).tolist():
-            slab = _slab(region, number)
-            packed = bytes(self._bytes[slab : slab + F.SLAB_HEADER_BYTES])
-            if F.slab_crc_matches(packed):
-                committed.append((slab, decode(packed)))
-            else:
-                sound[number] = False
-        corrupt = ~sound & (candidates | (states > F.SlabState.EVICTING))
-        for number in np.flatnonzero(writing | evicting | corrupt).tolist():
-            self._mark(_slab(region, number), F.SlabState.FREE)
-        return ScannedRegion(region, committed, int(writing.sum()), int(evicting.sum()), int(corrupt.sum()))
-
-    def _read_region_header(self, region: Region, raw: bytes) -> None:
-        found = region_layout(raw, self.region_bytes)
-        region.stride, region.n_slabs, region.data_offset = found or (0, 0, 0)
-        if found is None:
-            raise PoolCorrupt(f"region {region.index} has a damaged header", "its slabs are dropped; nothing to do")
-
-    def count_committed(self, region: Region) -> int:
-        """How many slab headers of a region with a damaged header look COMMITTED: for the report only."""
-        most = (self.region_bytes - F.HEADER_BYTES) // (F.SLAB_HEADER_BYTES + F.DATA_ALIGN)
-        headers = np.frombuffer(self._bytes, F.SLAB_HEADER, most, region.base + F.HEADER_BYTES)
-        return int(((headers["magic"] == F.SLAB_MAGIC) & (headers["state"] & 0xFF == F.SlabState.COMMITTED)).sum())
-
     def adopt_scanned(self, region: Region, kept: list[tuple[int, object]]) -> None:
         """Take a scanned region into its class with ``kept`` (slab, owner) in use; every other slab becomes free."""
         if not kept:
             return
         region.owners = [None] * region.n_slabs
         for slab, owner in kept:
-            region.owners[_number(region, slab)] = owner
+            region.owners[region.number(slab)] = owner
         region.used = len(kept)
         region.fresh = 0
         region.freed = [i for i in range(region.n_slabs) if region.owners[i] is None]
         self._free.remove(region.index)
         self._join(self.size_class(region.stride), region)
 
-    def drop_scanned(self, slab: int) -> None:
-        """Free, in memory, a slab that :meth:`scan` returned and the caller does not keep."""
-        self._mark(slab, F.SlabState.FREE)
-
     def regions(self) -> list[Region]:
         """The regions of ours that can hold slabs, in order."""
         return [self._regions[i] for i in sorted(self._mine)]
-
-
-def _slab(region: Region, number: int) -> int:
-    return slab_offset(region.base, number)
-
-
-def _number(region: Region, slab: int) -> int:
-    return (slab - region.base - F.HEADER_BYTES) // F.SLAB_HEADER_BYTES

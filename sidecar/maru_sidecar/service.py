@@ -79,7 +79,8 @@ class ControlService:
             self._host.drain()
             return M.Done(sessions.in_flight())
         if isinstance(message, M.Pin):
-            return M.Done(*directory.pin(_hex(message.namespace, "namespace"), _keys(message.keys), pinned=message.pinned))
+            namespace, keys = _hex(message.namespace, "namespace"), _keys(message.keys)
+            return M.Done(*directory.admin.pin(namespace, keys, pinned=message.pinned))
         if isinstance(message, M.CacheList):
             self._page(connection, directory, message)
             return None
@@ -145,7 +146,7 @@ class ControlService:
         if len(after) == L.KEY_BYTES and namespace is None:
             after += b"\xff" * L.KEY_BYTES  # a key alone: behind all its namespaces
         limit = min(max(1, m.limit), PAGE_MAX)
-        self._later(connection, lambda: M.CachePage(*directory.page(namespace, after, limit)))
+        self._later(connection, lambda: M.CachePage(*directory.admin.page(namespace, after, limit)))
 
     def _clear(self, connection: Connection, directory: Directory, sessions: Sessions, m: M.CacheClear) -> None:
         namespace = _hex(m.namespace, "namespace") if m.namespace else None
@@ -156,7 +157,7 @@ class ControlService:
                     M.RefusalCode.FAILED, f"no engine {m.engine_id!r} with a KV cache is attached", "see maru-sidecar status"
                 )
             namespace = engine.namespace
-        self._later(connection, lambda: M.Done(directory.clear(namespace), directory.count(namespace)))
+        self._later(connection, lambda: M.Done(directory.admin.clear(namespace), directory.admin.count(namespace)))
 
     def _later(self, connection: Connection, work: Callable[[], M.SidecarMessage]) -> None:
         """Answer with what ``work`` returns, computed in the administration thread."""

@@ -64,14 +64,14 @@ class SharedRegions:
             if not slab:
                 return None
             regions = self._regions
-            return regions.region_of(slab).index, regions.number(slab), regions.state_word(slab) >> 8
+            return regions.region_of(slab).index, regions.number(slab), regions.slabs.state_word(slab) >> 8
 
     def committed_in(self, region: int) -> list[tuple[bytes, int, bytes, int, int]]:
         """(namespace, rank, key, slab number, generation) of a region's indexed slabs, for an announcement."""
         with self._lock:
             regions = self._regions
             return [
-                (c.namespace.id, c.slabs.index(slab), c.key, regions.number(slab), regions.state_word(slab) >> 8)
+                (c.namespace.id, c.slabs.index(slab), c.key, regions.number(slab), regions.slabs.state_word(slab) >> 8)
                 for slab, c in regions.owners(region)
                 if isinstance(c, Chunk) and c.live
             ]

@@ -20,8 +20,8 @@ from typing import NamedTuple
 from maru_shm import poolformat as F
 from maru_shm.atomics import order_fence
 from maru_shm.layout import KEY_BYTES
-from maru_sidecar.directory import SlabRef
 from maru_sidecar.pool import PoolFile
+from maru_sidecar.slab_handles import SlabRef
 from maru_sidecar.slab_header import region_layout, slab_offset
 
 _COMMITTED = int(F.SlabState.COMMITTED)

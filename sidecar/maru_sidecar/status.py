@@ -121,7 +121,7 @@ def _stats(sidecar: Sidecar) -> dict[str, object]:
     """The directory's numbers; of its namespaces the largest, so that the message stays in bounds."""
     if sidecar.directory is None:
         return {}
-    stats = sidecar.directory.stats()
+    stats = sidecar.directory.admin.stats()
     namespaces = stats.get("namespaces")
     if isinstance(namespaces, dict) and len(namespaces) > NAMESPACES_SHOWN:
         largest = sorted(namespaces.items(), key=lambda item: -_number(item[1].get("bytes")))[:NAMESPACES_SHOWN]

@@ -27,7 +27,8 @@ from maru_shm.errors import PoolFull, RegionNotHeld
 from maru_shm.geometry import Direction
 from maru_sidecar.checksum import SlabChecker
 from maru_sidecar.copy_thread import CopyThread, Flight, Job
-from maru_sidecar.directory import Directory, Presence, Reservation
+from maru_sidecar.directory import Directory
+from maru_sidecar.slab_handles import Presence, Reservation
 
 log = logging.getLogger(__name__)
 

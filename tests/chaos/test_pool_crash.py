@@ -20,7 +20,8 @@ from tests.support.pool_cases import NAMESPACE, MiB, chain, check_contents, key,
 
 from maru_shm import failpoints
 from maru_sidecar.directory import Directory
-from maru_sidecar.pool import PoolFile, PoolSpec
+from maru_sidecar.pool import PoolFile
+from maru_sidecar.pool_spec import PoolSpec
 
 pytestmark = pytest.mark.chaos
 
@@ -44,7 +45,7 @@ for i in range(int(sys.argv[3]), 100000):
         parent = keys[(d - 1) * KEY : d * KEY] if d else ROOT
         store(pool, directory, k, start=d, parent=parent, nbytes=30_000 if small else NBYTES,
               namespace=b"other namespace." if small else NAMESPACE)
-        print(i, d, directory.stats()["evicted_total"], flush=True)
+        print(i, d, directory.admin.stats()["evicted_total"], flush=True)
 """
 
 
@@ -72,7 +73,7 @@ def restart_and_check(spec: PoolSpec, reported: list[tuple[int, int, int]]) -> i
     assert report.corrupt_regions == 0
     assert report.dropped_writing <= 1
     assert report.dropped_evicting <= 1
-    stats = directory.stats()
+    stats = directory.admin.stats()
     assert (stats["slabs_writing"], stats["slabs_evicting"]) == (0, 0)
     last = max((i for i, _, _ in reported), default=0) + 1
     present = 0
@@ -87,8 +88,8 @@ def restart_and_check(spec: PoolSpec, reported: list[tuple[int, int, int]]) -> i
     for i, d, _ in reported[-2:-1]:  # the one before the last is never the next victim
         assert check_contents(pool, directory, chain(f"p{i}", 4), namespace=OTHER if i % 7 == 6 else NAMESPACE) > d
 
-    assert directory.clear() == present
-    assert directory.stats()["regions_free"] == 4
+    assert directory.admin.clear() == present
+    assert directory.admin.stats()["regions_free"] == 4
     assert store(pool, directory, chain("fresh", SLABS)) == SLABS, "a slab is lost"
     assert check_contents(pool, directory, chain("fresh", SLABS)) == SLABS
     pool.close(clean=False)
@@ -133,12 +134,12 @@ def test_kills_at_random_moments_on_one_pool_are_survived_every_time(spec: PoolS
             check_contents(pool, directory, chain(f"p{i}", 4), namespace=OTHER if i % 7 == 6 else NAMESPACE)
             for i in range(first + 20)
         )
-        assert present == directory.stats()["chunks"]
+        assert present == directory.admin.stats()["chunks"]
         pool.close(clean=False)
         first += 20
     restart = Directory(pool := PoolFile.open(spec))
     restart.rebuild()
-    restart.clear()
+    restart.admin.clear()
     assert store(pool, restart, chain("fresh", SLABS)) == SLABS
     assert restart.lookup(NAMESPACE, key("fresh/0"), world=1) == 1
     pool.close(clean=False)

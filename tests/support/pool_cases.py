@@ -11,8 +11,10 @@ from pathlib import Path
 
 import xxhash
 
-from maru_sidecar.directory import Directory, Presence, Reservation
-from maru_sidecar.pool import PoolFile, PoolSpec
+from maru_sidecar.directory import Directory
+from maru_sidecar.pool import PoolFile
+from maru_sidecar.pool_spec import PoolSpec
+from maru_sidecar.slab_handles import Presence, Reservation
 
 MiB = 1 << 20
 KEY = 16
@@ -101,7 +103,7 @@ def check_contents(pool: PoolFile, directory: Directory, keys: bytes, *, rank: i
     """Compare the bytes of all leading chunks with what belongs there; returns how many there were."""
     with directory.acquire(namespace, keys, rank=rank) as acquired:
         for i, ref in enumerate(acquired.refs):
-            header = directory._regions.read_header(ref.header)
+            header = directory._regions.slabs.read_header(ref.header)
             k = keys[i * KEY : (i + 1) * KEY]
             data = bytes(pool.bytes[ref.offset : ref.offset + header.data_bytes])
             assert header.key == k

@@ -21,9 +21,11 @@ from maru_shm.geometry import WHOLE, Direction, KvLayout, KvPlane, Share
 from maru_shm.records import ClientRecords, SidecarRecords
 from maru_shm.ring import SubmissionProducer
 from maru_sidecar.copy_thread import PIECE_WEIGHT, WorkerPort
-from maru_sidecar.directory import Directory, Reservation
+from maru_sidecar.directory import Directory
 from maru_sidecar.loader import AGEING, Loader, LoadJob
-from maru_sidecar.pool import PoolFile, PoolSpec
+from maru_sidecar.pool import PoolFile
+from maru_sidecar.pool_spec import PoolSpec
+from maru_sidecar.slab_handles import Reservation
 from maru_sidecar.slab_reader import SlabReader
 from maru_sidecar.store_queue import PendingChunks, StoreJob, Writer
 from maru_sidecar.tickets import Counters, TicketTable
@@ -212,7 +214,7 @@ def test_an_error_in_one_job_ends_that_job_and_the_thread_goes_on(bench: Bench, 
     assert bench.finished(whole_load) == (L.State.DONE, L.Code.OK, 5)
     assert bench.loader.alive
     assert bench.writer.alive
-    stats = bench.directory.stats()
+    stats = bench.directory.admin.stats()
     assert (stats["slabs_copying"], stats["slabs_writing"], len(bench.pending)) == (0, 0, 0)
 
 

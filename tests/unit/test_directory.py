@@ -27,9 +27,10 @@ from tests.support.pool_cases import (
 
 from maru_shm import poolformat as F
 from maru_shm.errors import PoolError, PoolFull
-from maru_sidecar.directory import Directory, Presence, Reservation
+from maru_sidecar.directory import Directory
 from maru_sidecar.pool import PoolFile
 from maru_sidecar.recovery import RebuildReport
+from maru_sidecar.slab_handles import Presence, Reservation
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_namespaces_do_not_see_each_other(pool: PoolFile, directory: Directory) 
     other = b"other".ljust(16, b".")
     assert directory.lookup(other, keys, world=1) == 0
     store(pool, directory, keys, namespace=other)
-    assert directory.clear(other) == 2
+    assert directory.admin.clear(other) == 2
     assert lookup(directory, keys) == 2
 
 
@@ -116,7 +117,7 @@ def test_a_namespace_has_one_world_size(pool: PoolFile, directory: Directory) ->
 def test_impossible_chunks_are_named_errors(directory: Directory, bad: dict[str, object]) -> None:
     with pytest.raises(PoolError):
         reserve(directory, key("a"), **bad)  # type: ignore[arg-type]
-    assert directory.stats()["namespaces"] == {}
+    assert directory.admin.stats()["namespaces"] == {}
 
 
 # --- storing ---
@@ -135,7 +136,7 @@ def test_an_aborted_store_leaves_nothing_and_may_be_tried_again(pool: PoolFile, 
     first.abort()
     first.abort()
     assert lookup(directory, key("a")) == 0
-    assert directory.stats()["bytes_used"] == 0
+    assert directory.admin.stats()["bytes_used"] == 0
     assert slabs_on_mapping(pool)[F.SlabState.WRITING] == 0
     assert store(pool, directory, key("a")) == 1
 
@@ -158,7 +159,7 @@ def test_a_store_that_is_declined_takes_no_slab(pool: PoolFile) -> None:
     directory = Directory(pool, admission=OnlyDeepPrefixes())
     assert reserve(directory, key("a"), depth=0) is Presence.DECLINED
     assert isinstance(reserve(directory, key("b"), depth=1), Reservation)
-    assert directory.stats()["declined_total"] == 1
+    assert directory.admin.stats()["declined_total"] == 1
 
 
 def test_many_writers_at_once_store_each_chunk_exactly_once(pool: PoolFile, directory: Directory) -> None:
@@ -184,16 +185,16 @@ def test_a_lease_pins_the_hit_until_it_is_released(pool: PoolFile, directory: Di
     assert lease is not None
     assert lease.n == 3
     assert lease.deadline_ns >= before + 60 * 10**9
-    assert directory.clear() == 0
+    assert directory.admin.clear() == 0
     directory.release(lease.id)
     directory.release(lease.id)
     directory.release(12345)
-    assert directory.clear() == 3
+    assert directory.admin.clear() == 3
 
 
 def test_no_hit_means_no_lease(directory: Directory) -> None:
     assert directory.lease(NAMESPACE, chain("a", 3), world=1, ttl_s=60, owner="s") is None
-    assert directory.stats()["leases"] == 0
+    assert directory.admin.stats()["leases"] == 0
 
 
 def test_leases_on_the_same_chunks_are_counted(pool: PoolFile, directory: Directory) -> None:
@@ -205,9 +206,9 @@ def test_leases_on_the_same_chunks_are_counted(pool: PoolFile, directory: Direct
     assert first.id != second.id
     directory.release(first.id)
     directory.release(first.id)
-    assert directory.clear() == 0
+    assert directory.admin.clear() == 0
     directory.release(second.id)
-    assert directory.clear() == 1
+    assert directory.admin.clear() == 1
 
 
 def test_a_lease_ends_at_its_deadline_and_not_before(pool: PoolFile, directory: Directory) -> None:
@@ -218,8 +219,8 @@ def test_a_lease_ends_at_its_deadline_and_not_before(pool: PoolFile, directory: 
     assert directory.expire(lease.deadline_ns) == 1
     assert directory.expire(lease.deadline_ns) == 0
     directory.release(lease.id)
-    assert directory.stats()["chunks_pinned"] == 0
-    assert directory.stats()["leases_expired_total"] == 1
+    assert directory.admin.stats()["chunks_pinned"] == 0
+    assert directory.admin.stats()["leases_expired_total"] == 1
 
 
 def test_an_owner_that_dies_gives_back_its_leases_and_no_others(pool: PoolFile, directory: Directory) -> None:
@@ -228,10 +229,10 @@ def test_an_owner_that_dies_gives_back_its_leases_and_no_others(pool: PoolFile, 
         directory.lease(NAMESPACE, chain("a", 2), world=1, ttl_s=60, owner=owner)
     assert directory.release_owner("dead") == 2
     assert directory.release_owner("dead") == 0
-    assert directory.stats()["leases"] == 1
-    assert directory.clear() == 0
+    assert directory.admin.stats()["leases"] == 1
+    assert directory.admin.clear() == 0
     assert directory.release_owner("alive") == 1
-    assert directory.clear() == 2
+    assert directory.admin.clear() == 2
 
 
 def test_a_copy_pins_its_slabs_even_when_the_lease_has_expired(pool: PoolFile, directory: Directory) -> None:
@@ -241,10 +242,10 @@ def test_a_copy_pins_its_slabs_even_when_the_lease_has_expired(pool: PoolFile, d
     acquired = directory.acquire(NAMESPACE, keys, rank=0)
     assert lease is not None
     assert directory.expire(lease.deadline_ns) == 1
-    assert directory.clear() == 0
+    assert directory.admin.clear() == 0
     acquired.release()
     acquired.release()
-    assert directory.clear() == 2
+    assert directory.admin.clear() == 2
 
 
 def test_a_reference_says_where_the_slab_is_and_which_generation(pool: PoolFile, directory: Directory) -> None:
@@ -253,8 +254,8 @@ def test_a_reference_says_where_the_slab_is_and_which_generation(pool: PoolFile,
         (ref,) = acquired.refs
         assert bytes(pool.bytes[ref.offset : ref.offset + NBYTES]) == contents(key("a"), 0, NBYTES)
         assert ref.state_word & 0xFF == F.SlabState.COMMITTED
-        assert directory._regions.read_header(ref.header).data_bytes == NBYTES
-    directory.clear()
+        assert directory._regions.slabs.read_header(ref.header).data_bytes == NBYTES
+    directory.admin.clear()
     store(pool, directory, key("b"))
     with directory.acquire(NAMESPACE, key("b"), rank=0) as again:
         assert again.refs[0].offset == ref.offset
@@ -264,24 +265,24 @@ def test_a_reference_says_where_the_slab_is_and_which_generation(pool: PoolFile,
 def test_operators_pins_are_counted_and_stop_at_the_first_absent_key(pool: PoolFile, directory: Directory) -> None:
     store(pool, directory, chain("a", 2))
     keys = chain("a", 3)
-    assert directory.pin(NAMESPACE, keys, pinned=True) == (2, 0)
-    assert directory.pin(NAMESPACE, keys[:KEY], pinned=True) == (1, 0)
-    assert directory.pin(NAMESPACE, keys, pinned=False) == (2, 0)
-    assert directory.pin(NAMESPACE, keys[KEY : 2 * KEY], pinned=False) == (1, 1)  # it had one pin
-    assert directory.clear() == 1  # the second chunk; the first still has one pin
-    assert directory.pin(NAMESPACE, keys, pinned=False) == (1, 0)
-    assert directory.pin(NAMESPACE, keys, pinned=False) == (1, 1)  # nothing left to undo
-    assert directory.clear() == 1
-    assert directory.pin(b"unknown.........", keys, pinned=True) == (0, 0)
+    assert directory.admin.pin(NAMESPACE, keys, pinned=True) == (2, 0)
+    assert directory.admin.pin(NAMESPACE, keys[:KEY], pinned=True) == (1, 0)
+    assert directory.admin.pin(NAMESPACE, keys, pinned=False) == (2, 0)
+    assert directory.admin.pin(NAMESPACE, keys[KEY : 2 * KEY], pinned=False) == (1, 1)  # it had one pin
+    assert directory.admin.clear() == 1  # the second chunk; the first still has one pin
+    assert directory.admin.pin(NAMESPACE, keys, pinned=False) == (1, 0)
+    assert directory.admin.pin(NAMESPACE, keys, pinned=False) == (1, 1)  # nothing left to undo
+    assert directory.admin.clear() == 1
+    assert directory.admin.pin(b"unknown.........", keys, pinned=True) == (0, 0)
 
 
 def test_clearing_keeps_a_parent_whose_child_is_in_use(pool: PoolFile, directory: Directory) -> None:
     keys = chain("a", 4)
     store(pool, directory, keys)
     with directory.acquire(NAMESPACE, keys[: 2 * KEY], rank=0):
-        assert directory.clear(NAMESPACE) == 2
+        assert directory.admin.clear(NAMESPACE) == 2
         assert lookup(directory, keys) == 2
-    assert directory.clear(NAMESPACE) == 2
+    assert directory.admin.clear(NAMESPACE) == 2
 
 
 # --- bad slabs ---
@@ -292,12 +293,12 @@ def test_a_dropped_chunk_misses_at_once_but_its_memory_waits_for_the_readers(poo
     assert not directory.drop(NAMESPACE, key("a"), 0)
     assert lookup(directory, key("a")) == 0
     assert slabs_on_mapping(pool)[F.SlabState.EVICTING] == 1
-    assert directory.stats()["slabs_evicting"] == 1
+    assert directory.admin.stats()["slabs_evicting"] == 1
     store(pool, directory, key("a"))  # a new slab, not the one being read
     assert directory.acquire(NAMESPACE, key("a"), rank=0).refs[0].offset != acquired.refs[0].offset
     acquired.release()
     assert slabs_on_mapping(pool)[F.SlabState.EVICTING] == 0
-    assert directory.stats()["slabs_evicting"] == 0
+    assert directory.admin.stats()["slabs_evicting"] == 0
 
 
 def test_a_child_outlives_a_dropped_parent_and_is_found_again_when_it_is_back(pool: PoolFile, directory: Directory) -> None:
@@ -308,14 +309,14 @@ def test_a_child_outlives_a_dropped_parent_and_is_found_again_when_it_is_back(po
     store(pool, directory, keys[KEY : 2 * KEY], start=1, parent=keys[:KEY])
     assert lookup(directory, keys) == 3
     with directory.acquire(NAMESPACE, keys[2 * KEY :], rank=0):
-        assert directory.clear() == 0  # the chain is linked again: parents wait for the child
+        assert directory.admin.clear() == 0  # the chain is linked again: parents wait for the child
 
 
 def test_an_operators_pin_ends_with_a_dropped_chunk(pool: PoolFile, directory: Directory) -> None:
     store(pool, directory, key("a"))
-    directory.pin(NAMESPACE, key("a"), pinned=True)
+    directory.admin.pin(NAMESPACE, key("a"), pinned=True)
     directory.drop(NAMESPACE, key("a"), 0)
-    stats = directory.stats()
+    stats = directory.admin.stats()
     assert (stats["pins"], stats["chunks_pinned"], stats["bytes_used"]) == (0, 0, 0)
 
 
@@ -324,26 +325,26 @@ def test_chunks_that_name_each_other_as_parent_can_still_be_cleared(pool: PoolFi
     store(pool, directory, a, parent=b, start=1)
     store(pool, directory, b, parent=a, start=1)
     store(pool, directory, c, parent=c, start=0)
-    assert directory.clear() == 3
-    assert directory.stats()["bytes_used"] == 0
+    assert directory.admin.clear() == 3
+    assert directory.admin.stats()["bytes_used"] == 0
 
 
 # --- listing ---
 def test_pages_list_every_chunk_once_in_key_order(pool: PoolFile, directory: Directory) -> None:
     for i in range(7):
         store(pool, directory, key(f"k{i}"))
-    directory.pin(NAMESPACE, key("k3"), pinned=True)
+    directory.admin.pin(NAMESPACE, key("k3"), pinned=True)
     seen, after, more = [], b"", True
     while more:
-        infos, more = directory.page(NAMESPACE, after, 3)
+        infos, more = directory.admin.page(NAMESPACE, after, 3)
         seen += infos
         after = bytes.fromhex(infos[-1].key)
     assert [i.key for i in seen] == sorted(key(f"k{i}").hex() for i in range(7))
     assert {(i.ranks, i.world, i.bytes, i.tokens, i.leases) for i in seen} == {(1, 1, NBYTES, 256, 0)}
     assert [i.key for i in seen if i.pinned] == [key("k3").hex()]
-    everything, more = directory.page(None, b"", 100)
+    everything, more = directory.admin.page(None, b"", 100)
     assert (len(everything), more) == (7, False)
-    assert directory.page(b"unknown.........", b"", 10) == ([], False)
+    assert directory.admin.page(b"unknown.........", b"", 10) == ([], False)
 
 
 def test_statistics_account_for_every_slab_and_byte(pool: PoolFile, directory: Directory) -> None:
@@ -352,7 +353,7 @@ def test_statistics_account_for_every_slab_and_byte(pool: PoolFile, directory: D
     pending = reserve(directory, key("p"))
     assert isinstance(pending, Reservation)
     directory.lease(NAMESPACE, chain("a", 6), world=1, ttl_s=60, owner=0)
-    stats = directory.stats()
+    stats = directory.admin.stats()
     assert stats["chunks"] == 4
     assert (stats["slabs_committed"], stats["slabs_writing"], stats["slabs_free"]) == (4, 1, 1)
     assert stats["bytes_used"] == 5 * stride
@@ -376,10 +377,10 @@ def test_a_restart_keeps_what_was_committed_and_drops_what_was_not(pool: PoolFil
     report = again.rebuild()
     assert report == RebuildReport(kept=4, bytes=4 * NBYTES, dropped_writing=1)
     assert check_contents(pool, again, keys) == 4
-    assert again.stats()["slabs_writing"] == 0
+    assert again.admin.stats()["slabs_writing"] == 0
     with again.acquire(NAMESPACE, keys, rank=0):
-        assert again.clear() == 0
-    assert again.clear() == 4  # children before parents: the chain was linked again
+        assert again.admin.clear() == 0
+    assert again.admin.clear() == 4  # children before parents: the chain was linked again
     pool.close(clean=False)
 
 
@@ -391,7 +392,7 @@ def test_a_restart_puts_the_ranks_of_a_chunk_together_again(pool: PoolFile, dire
     again = Directory(pool)
     again.rebuild()
     assert lookup(again, keys, world=2) == 1
-    assert again.stats()["chunks_incomplete"] == 1
+    assert again.admin.stats()["chunks_incomplete"] == 1
     assert store(pool, again, keys, rank=0, world=2) == 1
     assert lookup(again, keys, world=2) == 2
     pool.close(clean=False)
@@ -433,11 +434,12 @@ def test_of_two_slabs_for_one_chunk_the_newest_stays(pool: PoolFile, directory: 
     with directory.acquire(NAMESPACE, chain("a", 2), rank=0) as acquired:
         first, second = (ref.header for ref in acquired.refs)
         kept_at = acquired.refs[1].offset
-    duplicate = directory._regions.read_header(first)._replace(
-        created_ns=directory._regions.read_header(second).created_ns, checksum=directory._regions.read_header(second).checksum
+    duplicate = directory._regions.slabs.read_header(first)._replace(
+        created_ns=directory._regions.slabs.read_header(second).created_ns,
+        checksum=directory._regions.slabs.read_header(second).checksum,
     )
     pool.bytes[kept_at : kept_at + NBYTES] = contents(key("a/0"), 0, NBYTES)
-    directory._regions.write_header(second, duplicate)
+    directory._regions.slabs.write_header(second, duplicate)
     pool = reopen(pool)
     again = Directory(pool)
     report = again.rebuild()
@@ -478,7 +480,7 @@ def test_a_full_pool_says_so_and_works_again_once_something_is_free(pool: PoolFi
     assert lease is not None
     with pytest.raises(PoolFull, match="12 chunks pinned"):
         reserve(directory, key("b"))
-    assert directory.stats()["full_total"] == 1
+    assert directory.admin.stats()["full_total"] == 1
     directory.release(lease.id)
     assert store(pool, directory, key("b")) == 1
     assert directory.lookup(NAMESPACE, key("b") + ROOT, world=1) == 1
@@ -499,8 +501,8 @@ def test_random_damage_to_headers_never_stops_a_restart_and_never_serves_a_wrong
     report = again.rebuild()
     for i in range(11):  # every chunk for itself: whatever is found is right
         check_contents(pool, again, keys[i * KEY : (i + 1) * KEY])
-    assert again.stats()["slabs_committed"] == report.kept <= 11
-    again.clear()
+    assert again.admin.stats()["slabs_committed"] == report.kept <= 11
+    again.admin.clear()
     assert store(pool, again, chain("b", 12)) == 12
     assert check_contents(pool, again, chain("b", 12)) == 12
     pool.close(clean=False)
@@ -515,7 +517,7 @@ def test_a_commit_that_fails_gives_the_slab_back(directory: Directory) -> None:
     with pytest.raises(OverflowError):
         reservation.commit(None)
     reservation.abort()
-    stats = directory.stats()
+    stats = directory.admin.stats()
     assert (stats["slabs_writing"], stats["bytes_used"], stats["chunks"]) == (0, 0, 0)
     assert isinstance(reserve(directory, key("deep")), Reservation)
 

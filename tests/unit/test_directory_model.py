@@ -15,8 +15,9 @@ from tests.support.pool_cases import KEY, NAMESPACE, ROOT, contents, key, reserv
 from maru_shm.errors import PoolFull
 from maru_shm.poolformat import SlabState
 from maru_sidecar.chunk_index import Chunk
-from maru_sidecar.directory import Acquired, Directory, Presence, Reservation
+from maru_sidecar.directory import Directory
 from maru_sidecar.pool import PoolFile
+from maru_sidecar.slab_handles import Acquired, Presence, Reservation
 
 REGION = 64 << 10
 N_REGIONS = 3
@@ -169,7 +170,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(n=st.none() | namespaces)
     def clear(self, n: int | None) -> None:
-        self.directory.clear(None if n is None else NAMESPACES[n])
+        self.directory.admin.clear(None if n is None else NAMESPACES[n])
 
     @precondition(lambda self: self.committed)
     @rule()
@@ -216,11 +217,11 @@ class DirectoryMachine(RuleBasedStateMachine):
     @invariant()
     def every_slab_is_free_or_has_one_owner_and_the_mapping_agrees(self) -> None:
         committed = [slab for _, chunk in self.chunks() for slab in chunk.slabs if slab]
-        writing = [r._slab for r in self.reservations.values()]
+        writing = [r.slab for r in self.reservations.values()]
         assert len({*committed, *writing}) == len(committed) + len(writing)
         assert all(self.pool.bytes[slab] == SlabState.COMMITTED for slab in committed)
         assert all(self.pool.bytes[slab] == SlabState.WRITING for slab in writing)
-        stats = self.directory.stats()
+        stats = self.directory.admin.stats()
         used = [region for region in self.directory._regions.regions() if region.used]
         assert (stats["slabs_committed"], stats["slabs_writing"]) == (len(committed), len(writing))
         counted = sum(int(str(stats[f"slabs_{state}"])) for state in ("committed", "writing", "free", "evicting"))

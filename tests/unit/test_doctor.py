@@ -21,7 +21,8 @@ from maru_shm import segment as S
 from maru_sidecar import doctor as D
 from maru_sidecar import pool_admin, stale
 from maru_sidecar.doctor import Finding, Host, Verdict
-from maru_sidecar.pool import PoolFile, PoolSpec
+from maru_sidecar.pool import PoolFile
+from maru_sidecar.pool_spec import PoolSpec
 
 GIB = 1 << 30
 INSTANCE = f"{os.getpid() ^ 0xD0C7_0000:08x}"

@@ -20,9 +20,10 @@ from tests.support.pool_cases import (
 
 from maru_shm import poolformat as F
 from maru_shm.errors import PoolError, PoolFull
-from maru_sidecar.directory import Directory, Reservation
+from maru_sidecar.directory import Directory
 from maru_sidecar.eviction import Evictable, LeastRecentlyUsed, Watermarks
 from maru_sidecar.pool import PoolFile
+from maru_sidecar.slab_handles import Reservation
 
 OTHER = b"other namespace."
 STRIDE = F.slab_stride(NBYTES)
@@ -37,7 +38,7 @@ def pool() -> Iterator[PoolFile]:
 
 def present(directory: Directory, *names: str, namespace: bytes = NAMESPACE) -> list[str]:
     """Those of the single chunks ``names`` that are still there, asked without touching them."""
-    found = {info.key for info in directory.page(namespace, b"", 1000)[0]}
+    found = {info.key for info in directory.admin.page(namespace, b"", 1000)[0]}
     return [name for name in names if key(name).hex() in found]
 
 
@@ -87,7 +88,7 @@ def test_leased_copied_pinned_and_half_written_chunks_never_go(pool: PoolFile) -
         store(pool, directory, key(name))
     writing = [reserve(directory, key("child"), parent=key("parent"), depth=1), reserve(directory, key("half"))]
     lease = directory.lease(NAMESPACE, key("leased"), world=1, ttl_s=60, owner=0)
-    directory.pin(NAMESPACE, key("pinned"), pinned=True)
+    directory.admin.pin(NAMESPACE, key("pinned"), pinned=True)
     with directory.acquire(NAMESPACE, key("copied"), rank=0):
         for i in range(30):
             store(pool, directory, key(f"k{i}"))
@@ -97,7 +98,7 @@ def test_leased_copied_pinned_and_half_written_chunks_never_go(pool: PoolFile) -
         r.commit(None)
     assert lease is not None
     directory.release(lease.id)
-    directory.pin(NAMESPACE, key("pinned"), pinned=False)
+    directory.admin.pin(NAMESPACE, key("pinned"), pinned=False)
     for i in range(30):
         store(pool, directory, key(f"m{i}"))
     assert present(directory, "leased", "copied", "pinned", "parent", "child", "half") == []
@@ -109,7 +110,7 @@ def test_a_prefix_longer_than_the_pool_keeps_its_beginning(pool: PoolFile) -> No
     with pytest.raises(PoolFull):
         store(pool, directory, keys)
     assert check_contents(pool, directory, keys) == 12
-    assert directory.stats()["slabs_writing"] == 0
+    assert directory.admin.stats()["slabs_writing"] == 0
 
 
 def test_storing_one_rank_does_not_evict_the_other_ranks_of_the_same_chunk(pool: PoolFile) -> None:
@@ -135,17 +136,17 @@ def test_above_the_high_watermark_a_store_evicts_down_to_the_low_one_in_one_batc
     directory = Directory(pool, watermarks=Watermarks(high=0.75, low=0.5))
     for i in range(9):
         store(pool, directory, key(f"k{i}"))
-    assert directory.stats()["evicted_total"] == 0
+    assert directory.admin.stats()["evicted_total"] == 0
     store(pool, directory, key("one more"))
-    assert directory.stats()["evicted_total"] == 4
-    assert directory.stats()["chunks"] == 6
+    assert directory.admin.stats()["evicted_total"] == 4
+    assert directory.admin.stats()["chunks"] == 6
 
 
 def test_a_store_evicts_at_most_one_batch(pool: PoolFile) -> None:
     directory = Directory(pool, watermarks=Watermarks(high=0.75, low=0.25, batch=2))
     for i in range(10):
         store(pool, directory, key(f"k{i}"))
-    assert directory.stats()["evicted_total"] == 2
+    assert directory.admin.stats()["evicted_total"] == 2
 
 
 @pytest.mark.parametrize(("high", "low", "batch"), [(0.5, 0.9, 1), (1.1, 0.5, 1), (0.9, 0.0, 1), (0.9, 0.5, 0)])
@@ -173,7 +174,7 @@ def test_a_default_quota_holds_for_namespaces_without_their_own(pool: PoolFile) 
     for i in range(4):
         store(pool, directory, key(f"k{i}"))
         store(pool, directory, key(f"k{i}"), namespace=OTHER)
-    assert directory.stats()["evicted_total"] == 2
+    assert directory.admin.stats()["evicted_total"] == 2
     assert len(present(directory, *(f"k{i}" for i in range(4)), namespace=OTHER)) == 4
 
 
@@ -183,7 +184,7 @@ def test_a_cold_region_changes_over_to_a_size_that_needs_it(pool: PoolFile) -> N
     for i in range(12):
         store(pool, directory, key(f"k{i}"))
     assert store(pool, directory, key("small"), nbytes=4096, namespace=OTHER) == 1
-    stats = directory.stats()
+    stats = directory.admin.stats()
     assert stats["regions_taken_total"] == 1
     assert present(directory, *(f"k{i}" for i in range(12))) == [f"k{i}" for i in range(3, 12)]
     assert check_contents(pool, directory, key("small"), namespace=OTHER) == 1
@@ -194,7 +195,7 @@ def test_a_region_with_a_pinned_chunk_does_not_change_over_the_next_one_does(poo
     directory = Directory(pool)
     for i in range(12):
         store(pool, directory, key(f"k{i}"))
-    directory.pin(NAMESPACE, key("k1"), pinned=True)
+    directory.admin.pin(NAMESPACE, key("k1"), pinned=True)
     with pytest.raises(PoolFull):  # the coldest chunk's region is not to be had, and no other is tried for its sake
         reserve(directory, key("small"), nbytes=4096, namespace=OTHER)
     directory.lookup(NAMESPACE, key("k0"), world=1)
@@ -212,7 +213,7 @@ def test_a_class_in_use_gives_up_its_own_coldest_rather_than_a_warmer_region(poo
         store(pool, directory, key(f"k{i}"))
     store(pool, directory, key("big2"), nbytes=big, namespace=OTHER)
     assert present(directory, "big0", "big1", "big2", namespace=OTHER) == ["big1", "big2"]
-    assert directory.stats()["regions_taken_total"] == 0
+    assert directory.admin.stats()["regions_taken_total"] == 0
 
 
 def test_descendants_in_other_regions_go_before_the_region_that_holds_their_parents(pool: PoolFile) -> None:
@@ -222,7 +223,7 @@ def test_descendants_in_other_regions_go_before_the_region_that_holds_their_pare
     directory.drop(NAMESPACE, keys[11 * KEY :], 0)  # the coldest leaf is now in the last region, with room beside it
     assert store(pool, directory, key("small"), nbytes=4096, namespace=OTHER) == 1
     left = check_contents(pool, directory, keys)
-    assert left == directory.stats()["chunks"] - 1  # type: ignore[operator]
+    assert left == directory.admin.stats()["chunks"] - 1  # type: ignore[operator]
     assert left == 9
 
 
@@ -264,7 +265,7 @@ def test_a_policy_that_picks_a_chunk_in_use_is_an_error_not_a_reuse(pool: PoolFi
         reserve(directory, key("new"))
     with pytest.raises(PoolError, match="Reckless"):  # not PENDING: the failed attempt left nothing behind
         reserve(directory, key("new"))
-    assert directory.stats()["slabs_writing"] == 0
+    assert directory.admin.stats()["slabs_writing"] == 0
     assert check_contents(pool, directory, key("k0")) == 1
 
 
@@ -328,7 +329,7 @@ def test_storing_into_a_full_pool_of_small_chunks_stays_cheap_in_evictions() -> 
     with temporary_pool(regions=3) as pool:
         directory = Directory(pool)
         stored = sum(store(pool, directory, chain(f"p{i}", 8), nbytes=4096) for i in range(150))
-        stats = directory.stats()
+        stats = directory.admin.stats()
         assert stored == 1200
         assert stats["chunks"] == stored - int(str(stats["evicted_total"]))
         assert int(str(stats["bytes_used"])) > 0.94 * 3 * 240 * 4096

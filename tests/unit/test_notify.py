@@ -13,7 +13,7 @@ from tests.support.service_manager import FakeManager
 
 from maru_shm.errors import ConfigError
 from maru_sidecar.notify import POOL_FD, ServiceManager, listen_fds, stored_pool
-from maru_sidecar.pool import PoolSpec
+from maru_sidecar.pool_spec import PoolSpec
 
 
 @pytest.fixture

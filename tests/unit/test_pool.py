@@ -20,9 +20,10 @@ import pytest
 from maru_shm import poolformat as F
 from maru_shm.errors import PoolBusy, PoolCorrupt, PoolError, PoolTooLarge, PoolVersionMismatch
 from maru_sidecar import pool_admin
-from maru_sidecar.pool import PoolFile, PoolSpec
+from maru_sidecar.pool import PoolFile
 from maru_sidecar.pool_header import plan_regions
 from maru_sidecar.pool_lock import lock_path
+from maru_sidecar.pool_spec import PoolSpec
 
 MiB = 1 << 20
 SIZE = 16 * MiB
@@ -166,7 +167,8 @@ def test_sizes_that_make_no_pool_are_named_errors(spec: PoolSpec, size: int, reg
 # --- one owner ---
 def test_a_second_opener_is_told_who_holds_the_pool(spec: PoolSpec) -> None:
     code = (
-        "import sys; from maru_sidecar.pool import *; p = PoolFile.open(PoolSpec(path=sys.argv[1], size=int(sys.argv[2])));"
+        "import sys; from maru_sidecar.pool import PoolFile; from maru_sidecar.pool_spec import PoolSpec; "
+        "p = PoolFile.open(PoolSpec(path=sys.argv[1], size=int(sys.argv[2])));"
         "print('open', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(
@@ -413,7 +415,7 @@ def test_space_that_vanishes_during_creation_is_refused_and_given_back(small_tmp
 
 def test_a_creation_killed_half_way_is_resumed(spec: PoolSpec) -> None:
     code = (
-        "import os, sys; from maru_sidecar.pool import *;"
+        "import os, sys; from maru_sidecar.pool import PoolFile; from maru_sidecar.pool_spec import PoolSpec;"
         "PoolFile.open(PoolSpec(path=sys.argv[1], size=int(sys.argv[2])), lambda *_: os.kill(os.getpid(), 9))"
     )
     died = subprocess.run([sys.executable, "-c", code, spec.path, str(SIZE)], check=False)

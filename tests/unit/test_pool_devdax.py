@@ -20,12 +20,14 @@ from maru_shm import poolformat as F
 from maru_shm.errors import PoolBusy, PoolCorrupt, PoolError, PoolTooLarge
 from maru_sidecar import devdax, doctor, pool_admin
 from maru_sidecar.cli import cli
-from maru_sidecar.directory import Directory, Reservation
+from maru_sidecar.directory import Directory
 from maru_sidecar.output import human_bytes
-from maru_sidecar.pool import PoolFile, PoolSpec
+from maru_sidecar.pool import PoolFile
 from maru_sidecar.pool_header import read_header, write_header
 from maru_sidecar.pool_lock import FLOCK
+from maru_sidecar.pool_spec import PoolSpec
 from maru_sidecar.prefault import Prefault, PrefaultState
+from maru_sidecar.slab_handles import Reservation
 
 NAMESPACE, KEY, ROOT = b"n" * 16, b"k" * 16, b"r" * 16
 NBYTES = 8192
@@ -97,7 +99,10 @@ def test_a_pool_of_ones_own_keeps_its_chunks_over_a_restart(device: DaxUnderTest
 def test_one_process_at_a_time_has_a_pool_of_its_own(device: DaxUnderTest) -> None:
     pool_admin.initialise(device.path, 0, own=True)
     pool = PoolFile.open(own(device))
-    code = "import sys; from maru_sidecar.pool import *; PoolFile.open(PoolSpec(backend='devdax', path=sys.argv[1], size=1))"
+    code = (
+        "import sys; from maru_sidecar.pool import PoolFile; from maru_sidecar.pool_spec import PoolSpec; "
+        "PoolFile.open(PoolSpec(backend='devdax', path=sys.argv[1], size=1))"
+    )
     second = subprocess.run([sys.executable, "-c", code, device.path], capture_output=True, text=True, check=False, timeout=60)
     assert f"is held by process {os.getpid()}" in second.stderr
     with pytest.raises(PoolBusy):

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from maru_sidecar import hostmemory
-from maru_sidecar.pool import PoolFile, PoolSpec
+from maru_sidecar.pool import PoolFile
+from maru_sidecar.pool_spec import PoolSpec
 from maru_sidecar.prefault import Prefault, PrefaultState
 
 MiB = 1 << 20

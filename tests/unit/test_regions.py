@@ -12,8 +12,10 @@ import pytest
 
 from maru_shm import poolformat as F
 from maru_shm.errors import PoolCorrupt, PoolError
-from maru_sidecar.pool import PoolFile, PoolSpec
-from maru_sidecar.regions import RegionTable, SlabHeader
+from maru_sidecar.pool import PoolFile
+from maru_sidecar.pool_spec import PoolSpec
+from maru_sidecar.regions import RegionTable
+from maru_sidecar.slab_header import SlabHeader
 
 MiB = 1 << 20
 STRIDE = 256 << 10
@@ -39,7 +41,7 @@ def take(table: RegionTable, stride: int = STRIDE) -> int:
 
 
 def state(table: RegionTable, slab: int) -> F.SlabState:
-    return F.SlabState(table.state_word(slab) & 0xFF)
+    return F.SlabState(table.slabs.state_word(slab) & 0xFF)
 
 
 def header(key: bytes = b"k" * 16, **changes: object) -> SlabHeader:
@@ -48,9 +50,9 @@ def header(key: bytes = b"k" * 16, **changes: object) -> SlabHeader:
 
 
 def commit(table: RegionTable, slab: int, what: SlabHeader) -> None:
-    table.begin_write(slab)
-    table.write_header(slab, what)
-    table.publish(slab)
+    table.slabs.begin_write(slab)
+    table.slabs.write_header(slab, what)
+    table.slabs.publish(slab)
 
 
 def test_slabs_are_page_aligned_disjoint_and_inside_their_region(table: RegionTable, pool: PoolFile) -> None:
@@ -66,13 +68,13 @@ def test_slabs_are_page_aligned_disjoint_and_inside_their_region(table: RegionTa
 def test_a_commit_goes_through_writing_and_ends_in_a_header_with_a_good_crc(table: RegionTable, pool: PoolFile) -> None:
     slab = take(table)
     assert state(table, slab) is F.SlabState.FREE
-    table.begin_write(slab)
+    table.slabs.begin_write(slab)
     assert state(table, slab) is F.SlabState.WRITING
-    table.write_header(slab, header(checksum=77))
+    table.slabs.write_header(slab, header(checksum=77))
     assert state(table, slab) is F.SlabState.WRITING
-    table.publish(slab)
+    table.slabs.publish(slab)
     assert state(table, slab) is F.SlabState.COMMITTED
-    assert table.read_header(slab) == header(checksum=77)
+    assert table.slabs.read_header(slab) == header(checksum=77)
     raw = bytes(pool.bytes[slab : slab + F.SLAB_HEADER_BYTES])
     assert int.from_bytes(raw[8:16], "little") == F.SLAB_MAGIC
 
@@ -82,10 +84,10 @@ def test_the_generation_rises_at_each_reuse_and_never_within_one(table: RegionTa
     for _ in range(3):
         slab = take(table)
         commit(table, slab, header())
-        word = table.state_word(slab)
-        table.begin_evict(slab)
+        word = table.slabs.state_word(slab)
+        table.slabs.begin_evict(slab)
         assert state(table, slab) is F.SlabState.EVICTING
-        assert table.state_word(slab) >> 8 == word >> 8
+        assert table.slabs.state_word(slab) >> 8 == word >> 8
         table.free(slab)
         generations.append(word >> 8)
     assert generations == sorted(set(generations))
@@ -95,14 +97,14 @@ def test_the_generation_rises_over_reformatting_too(table: RegionTable) -> None:
     slab = take(table)
     for _ in range(5):
         commit(table, slab, header())
-        before = table.state_word(slab) >> 8
+        before = table.slabs.state_word(slab) >> 8
         table.free(slab)
         slab = take(table)
     table.free(slab)
     other = take(table, STRIDE // 2)  # the same region, now for another size
     assert other // MiB == slab // MiB
-    table.begin_write(other)
-    assert table.state_word(other) >> 8 > before
+    table.slabs.begin_write(other)
+    assert table.slabs.state_word(other) >> 8 > before
 
 
 def test_the_lowest_region_with_room_is_filled_first_so_that_others_run_empty(table: RegionTable) -> None:
@@ -142,13 +144,13 @@ def test_the_largest_free_run_counts_neighbours_only(table: RegionTable) -> None
 def test_a_scan_finds_what_was_committed_and_frees_the_rest(table: RegionTable, pool: PoolFile) -> None:
     kept, half, leaving, damaged = (take(table) for _ in range(4))
     commit(table, kept, header(b"a" * 16))
-    table.begin_write(half)
+    table.slabs.begin_write(half)
     commit(table, leaving, header(b"b" * 16))
-    table.begin_evict(leaving)
+    table.slabs.begin_evict(leaving)
     commit(table, damaged, header(b"c" * 16))
     pool.bytes[damaged + 44] ^= 1
     again = RegionTable(pool)
-    found = [again.scan(region) for region in again.regions()]
+    found = [again.format.scan(region) for region in again.regions()]
     scanned = [f for f in found if f is not None]
     assert [(s, h.key) for f in scanned for s, h in f.committed] == [(kept, b"a" * 16)]
     assert sum(f.writing for f in scanned) == 1
@@ -163,7 +165,7 @@ def test_a_slab_in_an_unknown_state_is_corrupt(table: RegionTable, pool: PoolFil
     commit(table, slab, header())
     pool.words[slab >> 3] = pool.words[slab >> 3] & ~0xFF | state_byte
     again = RegionTable(pool)
-    found = again.scan(again.regions()[0])
+    found = again.format.scan(again.regions()[0])
     assert found is not None
     assert (found.corrupt, found.committed) == (1, [])
 
@@ -176,7 +178,7 @@ def test_a_header_that_claims_the_impossible_is_corrupt_even_with_a_good_crc(
 ) -> None:
     commit(table, take(table), header(**changes))
     again = RegionTable(pool)
-    found = again.scan(again.regions()[0])
+    found = again.format.scan(again.regions()[0])
     assert found is not None
     assert (found.corrupt, found.committed) == (1, [])
 
@@ -184,7 +186,7 @@ def test_a_header_that_claims_the_impossible_is_corrupt_even_with_a_good_crc(
 def test_a_damaged_region_header_is_reported_and_the_region_can_be_used_again(table: RegionTable, pool: PoolFile) -> None:
     slab = take(table)
     commit(table, slab, header())
-    generation = table.state_word(slab) >> 8
+    generation = table.slabs.state_word(slab) >> 8
     pool.bytes[MiB + 20] ^= 1
     path = pool.spec
     pool.close(clean=False)
@@ -192,12 +194,12 @@ def test_a_damaged_region_header_is_reported_and_the_region_can_be_used_again(ta
     again = RegionTable(pool)
     region = again.regions()[0]
     with pytest.raises(PoolCorrupt, match="region 1"):
-        again.scan(region)
-    assert again.count_committed(region) == 1
+        again.format.scan(region)
+    assert again.format.count_committed(region) == 1
     slab = take(again)
     assert slab // MiB == 1
-    again.begin_write(slab)
-    assert again.state_word(slab) >> 8 > generation
+    again.slabs.begin_write(slab)
+    assert again.slabs.state_word(slab) >> 8 > generation
     pool.close(clean=False)
 
 
@@ -206,9 +208,9 @@ def test_a_slab_taken_again_has_no_header_until_its_data_is_there(table: RegionT
     commit(table, slab, header())
     table.free(slab)
     assert take(table) == slab
-    table.begin_write(slab)
+    table.slabs.begin_write(slab)
     # A state word that got lost, e.g. in a pool on a disk whose machine lost power, leaves no header that looks sound.
-    pool.bytes[slab : slab + 8] = (table.state_word(slab) & ~0xFF | F.SlabState.COMMITTED).to_bytes(8, "little")
-    found = table.scan(table.region_of(slab))
+    pool.bytes[slab : slab + 8] = (table.slabs.state_word(slab) & ~0xFF | F.SlabState.COMMITTED).to_bytes(8, "little")
+    found = table.format.scan(table.region_of(slab))
     assert found is not None
     assert found.committed == []

@@ -18,11 +18,13 @@ from maru_shm.errors import ConfigError, PlatformUnsupported, PoolBusy, PoolErro
 from maru_sidecar import pool_admin
 from maru_sidecar.cli import cli
 from maru_sidecar.config import Config, Server, load_config
-from maru_sidecar.directory import Directory, Presence, Reservation
-from maru_sidecar.pool import PoolFile, PoolSpec
+from maru_sidecar.directory import Directory
+from maru_sidecar.pool import PoolFile
+from maru_sidecar.pool_spec import PoolSpec
 from maru_sidecar.sharing import owner
 from maru_sidecar.sharing.node import Node
 from maru_sidecar.sharing.rights import GrantedRegions
+from maru_sidecar.slab_handles import Presence, Reservation
 from maru_sidecar.slab_reader import SlabReader
 
 SIZE, REGION = 4 << 20, 1 << 20
@@ -133,7 +135,8 @@ def test_a_size_that_does_not_fit_is_named_as_it_was_given(tmp_path: Path) -> No
 
 def test_a_pool_in_use_is_not_cleared_and_all_who_use_it_are_named(path: str, pool: PoolFile) -> None:
     code = (
-        f"from maru_sidecar.pool import *; pool = PoolFile.open(PoolSpec(backend='file', path={path!r}, size=1, shared=True))"
+        "from maru_sidecar.pool import PoolFile; from maru_sidecar.pool_spec import PoolSpec; "
+        f"pool = PoolFile.open(PoolSpec(backend='file', path={path!r}, size=1, shared=True))"
     )
     words = [sys.executable, "-c", f"{code}; print('open', flush=True); input()"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -225,7 +228,7 @@ def test_a_store_waits_for_a_region_that_is_on_its_way_rather_than_evict(pool: P
     events.asked = False  # the server has no more
     for i in range(stored + 1, 2 * stored + 1):
         reserve(directory, i.to_bytes(16, "big")).commit(None)
-    assert directory.stats()["evicted_total"]
+    assert directory.admin.stats()["evicted_total"]
 
 
 def take(directory: Directory, number: int) -> Reservation | Presence:
@@ -258,7 +261,7 @@ def test_a_lost_region_takes_its_chunks_along_and_is_not_written(pool: PoolFile)
     assert directory.shared.lose(1) == 1
     assert bytes(pool.bytes[REGION : 2 * REGION]) == region
     assert directory.lookup(NAMESPACE, KEY, world=1) == 0
-    assert directory.stats()["regions"] == 0
+    assert directory.admin.stats()["regions"] == 0
 
 
 def test_a_region_granted_again_starts_empty_with_higher_generations(pool: PoolFile) -> None:
@@ -321,7 +324,7 @@ def test_a_reader_takes_no_slab_for_another(pool: PoolFile) -> None:
         assert reader.locate(*place, generation, stride) is None
     assert reader.locate(1, number, generation, 2 * stride) is None
     assert reader.leading_unchanged([ref]) == 1
-    directory.clear()
+    directory.admin.clear()
     assert reader.leading_unchanged([ref]) == 0
     assert reader.leading_sound([ref], NAMESPACE, KEY, rank=0, nbytes=NBYTES).n == 0
 

@@ -59,7 +59,7 @@ class AnnounceCounts:
 
 
 class Announcer:
-    """``directory.PoolEvents`` but for ``low`` and ``growing``. ``wake``: have the main thread call :meth:`flush` soon."""
+    """``slab_handles.PoolEvents`` but for ``low`` and ``growing``. ``wake``: have the main thread call :meth:`flush` soon."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake

@@ -288,7 +288,7 @@ class Node:
 
 
 class _Events(Announcer):
-    """``directory.PoolEvents`` for a node."""
+    """``slab_handles.PoolEvents`` for a node."""
 
     def __init__(self, node: Node) -> None:
         super().__init__(lambda: node._call_soon(node.flush))

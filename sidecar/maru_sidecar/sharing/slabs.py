@@ -13,8 +13,9 @@ from maru_shm import poolformat as F
 from maru_shm.layout import KEY_BYTES
 from maru_shm.records import Request
 from maru_sidecar.copy_thread import WorkerPort
-from maru_sidecar.directory import Acquired, Directory, SlabRef
+from maru_sidecar.directory import Directory
 from maru_sidecar.sharing.foreign import ForeignLeases
+from maru_sidecar.slab_handles import Acquired, SlabRef
 from maru_sidecar.slab_reader import SlabReader
 
 
