@@ -20,7 +20,9 @@ from tests.support.sidecar_process import SidecarProcess
 
 DOCUMENTS = 4
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+HAS_LAYOUTS = HAS_VLLM and importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None
+pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed")
 
 
 class Stage:
@@ -63,7 +65,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     stage.close()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm.v1.kv_cache_layout") is None and ON_CPU, reason="vLLM 0.26 on a CPU")
+@pytest.mark.skipif(ON_CPU and not HAS_LAYOUTS, reason="vLLM 0.26 on a CPU")
 def test_a_cache_with_blocks_outermost_is_one_plane_whose_hits_are_right(stage: Stage) -> None:
     rng = random.Random(5)
     draw = lambda n: [rng.randrange(10, SHAPE.vocabulary - 10) for _ in range(n)]

@@ -24,4 +24,3 @@ def test_registering_twice_is_harmless_and_the_name_leads_to_the_class() -> None
     plugin.register()
     found = KVConnectorFactory.get_connector_class_by_name(plugin.NAME)
     assert found.__name__ == "MaruSidecarConnector"
-    assert found.get_required_kvcache_layout(None) is None
