@@ -32,7 +32,19 @@ def test_the_table_notes_a_row_that_fails_and_reports_every_pass_of_one_that_run
         "--batched-tokens", "256", "--eager", "--populate8", "2", "--gpu-memory", "0", "--settle", "0.5",
         "--skip-inductor-init", "--options", json.dumps({"maru.lookup_patience_ms": 5000}),
     ]  # fmt: skip
-    table = [str(tmp_path), "pegaflow", "maru", "--out", str(tmp_path / "out"), "--gib", "0.125", "--suffix", "64"]
+    table = [
+        str(tmp_path),
+        "pegaflow",
+        "maru",
+        "--out",
+        str(tmp_path / "out"),
+        "--gib",
+        "0.125",
+        "--suffix",
+        "64",
+        "--touch",
+        "0.0625",
+    ]
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "PEGAFLOW_SERVER": "/nowhere/pegaflow-server",
