@@ -52,7 +52,9 @@ def test_the_sidecars_configuration_takes_the_same_forms() -> None:
 
 
 def test_one_name_in_the_environment_is_the_address_for_sidecar_and_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {"MARU_SERVER_ENDPOINT": "10.0.0.1:7420", "MARU_POOL_SHARED": "true"}
+    environment = {
+        "MARU_SERVER_ENDPOINT": "10.0.0.1:7420", "MARU_POOL_SHARED": "true", "MARU_SERVER_TOKEN_FILE": "/etc/maru/token",
+    }  # fmt: skip
     assert load_config(environ=environment).server.endpoint == "tcp://10.0.0.1:7420"
     monkeypatch.delenv("MARU_SERVER", raising=False)
     monkeypatch.setenv("MARU_SERVER_ENDPOINT", "10.0.0.1:7420")
