@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import mmap
 import signal
 from collections.abc import Callable, Iterator
@@ -22,8 +21,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from maru_shm.segment import Segment
-
-log = logging.getLogger(__name__)
 
 _SA_SIGINFO, _SA_NODEFER = 4, 0x40000000
 _MAP_FIXED = 0x10
@@ -46,7 +43,8 @@ _Torn = Callable[[], None]
 
 
 class BusGuard:
-    """Install it once, from the main thread. ``on_torn`` callbacks run inside the handler: they must neither block nor fail."""
+    """Install it once, from the main thread. ``on_torn`` callbacks run inside the handler: they must not block. What one raises
+    is printed, and changes nothing else."""
 
     def __init__(self) -> None:
         self._guarded: dict[int, tuple[int, _Torn]] = {}  # address → size, whom to tell
@@ -89,15 +87,21 @@ class BusGuard:
 
     def _fault(self, signo: int, info: int, _context: int) -> None:
         """The signal handler."""
+        on_torn: _Torn | None = None
         try:
-            address = ctypes.c_uint64.from_address(info + _SI_ADDR).value
-            for start, (size, on_torn) in tuple(self._guarded.items()):
-                if start <= address < start + size and self._mmap(start, size, _PROTECTION, _MAPPING, -1, 0) == start:
-                    on_torn()
-                    return
-        except BaseException:
-            log.exception("handling SIGBUS")
-        self._sigaction(signo, ctypes.byref(self._before), None)  # not ours: it comes again, and ends the process as before
+            on_torn = self._replace(ctypes.c_uint64.from_address(info + _SI_ADDR).value)
+        finally:
+            if on_torn is None:  # not ours: it comes again, and ends the process as before
+                self._sigaction(signo, ctypes.byref(self._before), None)
+        if on_torn is not None:
+            on_torn()
+
+    def _replace(self, address: int) -> _Torn | None:
+        """Whom to tell that the segment around ``address`` is zeros now; None if that is no guarded memory."""
+        for start, (size, on_torn) in tuple(self._guarded.items()):
+            if start <= address < start + size and self._mmap(start, size, _PROTECTION, _MAPPING, -1, 0) == start:
+                return on_torn
+        return None
 
 
 def _address(segment: Segment) -> int:

@@ -59,6 +59,23 @@ def test_a_segment_cut_short_reads_as_zeros_and_its_owner_is_told_once(access: s
     assert done.returncode == 0, done.stderr
 
 
+def test_an_owner_that_cannot_be_told_does_not_end_the_guard() -> None:
+    done = run("""
+        BUS_GUARD.add(segment, lambda: 1 // 0)
+        os.ftruncate(segment.fd, 0)
+        assert segment.words[0] == 0
+        fd = os.memfd_create("another")
+        os.ftruncate(fd, size)
+        another = S.Segment(mmap.mmap(fd, size), info)
+        BUS_GUARD.add(another, lambda: told.append("another"))
+        os.ftruncate(fd, 0)
+        assert another.words[0] == 0
+        assert told == ["another"]
+    """)
+    assert done.returncode == 0, done.stderr
+    assert "ZeroDivisionError" in done.stderr
+
+
 def test_threads_that_fault_together_all_go_on() -> None:
     done = run("""
         os.ftruncate(segment.fd, 0)

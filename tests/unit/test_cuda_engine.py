@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -372,19 +372,6 @@ def test_few_flat_rows_are_the_caller_s_alone(many: Many) -> None:
     assert not submitting_threads()
 
 
-def test_rows_are_shared_out_at_a_border_between_allocations_if_one_is_near(
-    many: Many, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_device, "_NEAR", 10)
-    copies = many.target.planner.plan(MANY_OFFSETS, many.table)
-    allocation = np.searchsorted(many.device._bases, copies["device"], side="right")
-    layer, *_, middle = (np.flatnonzero(np.diff(allocation)) + 1)[:8].tolist()  # rows of one, and of eight of sixteen
-    for dropped, cut in ((0, middle), (16, middle - 16), (layer, (len(copies) - layer) // 2)):
-        own, other = many.device._parts(copies[dropped:], np.arange(len(copies) - dropped), 2)
-        assert len(own) == cut
-        np.testing.assert_array_equal(np.concatenate([own, other]), copies[dropped:])
-
-
 def test_a_copy_of_many_rows_is_in_flight_until_both_threads_rows_have_arrived(many: Many) -> None:
     many.submit().wait()
     for held in many.streams():
@@ -459,22 +446,41 @@ def test_when_both_threads_are_refused_the_first_rows_error_is_told_and_a_sticky
     assert many.loaded()
 
 
-def test_a_thread_that_could_not_be_started_leaves_no_outcome_for_the_next_submission(world: World, peer: Peer) -> None:
+def test_after_a_thread_could_not_be_started_the_next_submission_waits_for_its_own_rows(world: World, peer: Peer) -> None:
+    """What the other thread did for the submission that failed is not taken for its answer to the next."""
     many = Many(world, peer, submitters=3)
     many.submit().wait()
     third = many.device._lanes[Direction.LOAD].submitters[1]
-    start = third.start
+    start, enqueue = third.start, world.driver.submit_flat
+    gate, taken = threading.Event(), threading.Event()
+    gate.set()
 
     def fails(job: Callable[[], int]) -> NoReturn:
         raise MemoryError
 
+    def gated(*arguments: Any) -> int:
+        if not threading.current_thread().name.endswith("-2"):
+            return enqueue(*arguments)
+        gate.wait(10)
+        calls = enqueue(*arguments)
+        taken.set()
+        return calls
+
+    world.driver.submit_flat = gated  # type: ignore[method-assign]
     third.start = fails  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
         many.submit()
     third.start = start  # type: ignore[method-assign]
+    assert taken.wait(10)
+    gate.clear()
     for slab in many.slabs():
         slab[:] ^= 0xFF
-    many.submit().wait()
+    caller = threading.Thread(target=lambda: many.submit().wait())
+    caller.start()
+    caller.join(0.3)
+    assert caller.is_alive(), "it returned without the second thread's rows"
+    gate.set()
+    caller.join(10)
     assert many.loaded()
 
 

@@ -48,7 +48,7 @@ class CudaStatistics:
     copies: int  #: descriptors
     calls: int  #: driver calls
     nbytes: int
-    cpu_ns: int  #: CPU time of planning and submitting
+    cpu_ns: int  #: CPU time of planning and submitting, of the calling threads
     devices: int  #: with a live context
     lost: tuple[str, ...]  #: UUIDs whose context is gone
     pin_state: PinState

@@ -44,7 +44,6 @@ EVENTS = 64  #: copies in flight before another event is made
 
 #: Up to so many flat rows the caller submits alone: 1 ms, beside which an event, two waits and a thread's wake-up would count.
 ALONE = 1024
-_NEAR = 64  #: rows that cost about what going over to another allocation does, 50 to 100 µs
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +142,6 @@ class CudaDevice:
         self.lost: CudaError | None = None
         self._mappings: dict[bytes, Mapping] = {}
         self._mapping_lock = threading.Lock()
-        self._bases: list[int] = []  #: addresses of all mappings, rising; replaced, never changed
         self.context = driver.retain(ordinal)
         try:
             self.max_pitch = driver.max_pitch(ordinal)
@@ -177,7 +175,6 @@ class CudaDevice:
                 remedy = _IPC_REMEDY.get(e.code, "check that both processes use this GPU and one driver")
                 raise AttachRefused(f"region {index} on {self.uuid} cannot be imported: {e.what}", remedy) from e
             mapping.references += 1
-            self._bases = sorted({*self._bases, mapping.address})
         if offset + region.size > mapping.size:
             self.drop(mapping)
             raise AttachRefused(
@@ -205,7 +202,6 @@ class CudaDevice:
             if mapping.references:
                 return
             self._mappings.pop(mapping.key, None)
-            self._bases = [base for base in self._bases if base != mapping.address]
             try:
                 self.driver.use(self.context)
                 if mapping.key:
@@ -297,22 +293,11 @@ class CudaDevice:
         """What each of ``n`` submitting threads takes: an even share of the flat rows, and the caller all else."""
         if n == 1:
             return [copies]
-        device = copies["device"] if len(flat) == len(copies) else copies["device"][flat]
-        reach = min(_NEAR, len(flat) // (4 * n))
-        cuts = [self._border(device, len(flat) * i // n, reach) for i in range(1, n)]
+        cuts = [len(flat) * i // n for i in range(1, n)]
         spans = [slice(*span) for span in pairwise([*cuts, len(flat)])]
         if len(flat) == len(copies):  # views: selecting costs 40 ns a row, under the GIL
             return [copies[: cuts[0]], *(copies[span] for span in spans)]
         return [np.delete(copies, flat[cuts[0] :]), *(copies[flat[span]] for span in spans)]
-
-    def _border(self, device: npt.NDArray[np.uint64], near: int, reach: int) -> int:
-        """Where rows at these addresses go over to another allocation, if within ``reach`` of row ``near``; else ``near``.
-
-        Rows of an allocation follow each other; cut elsewhere, one allocation costs two threads the going over.
-        """
-        allocation = np.searchsorted(np.array(self._bases, np.uint64), device[near - reach : near + reach], side="right")
-        borders = np.flatnonzero(np.diff(allocation)) + 1 + near - reach
-        return int(borders[np.abs(borders - near).argmin()]) if len(borders) else near
 
     def _event(self) -> int:
         try:
