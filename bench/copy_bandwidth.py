@@ -52,8 +52,10 @@ POOL = 2 * BLOCKS * BLOCK + BLOCK
 Table = npt.NDArray[np.int32]
 
 
-def layout_of(regions: list[KvRegion], num_blocks: int, piece: int) -> KvLayout:
-    """All layers in one region, or one region each."""
+def layout_of(regions: list[KvRegion], num_blocks: int, piece: int, *, together: bool = False) -> KvLayout:
+    """All layers in one region, or one region each; ``together``: a block's layers side by side (``maru.block_outermost``)."""
+    if together:
+        return KvLayout(num_blocks, 16, (KvPlane(0, 0, LAYERS * piece, LAYERS * piece),), tuple(regions), "bench")
     step = num_blocks * piece if len(regions) == 1 else 0
     planes = tuple(KvPlane(min(i, len(regions) - 1), i * step, piece, piece, i) for i in range(LAYERS))
     return KvLayout(num_blocks, 16, planes, tuple(regions), "bench")
@@ -162,15 +164,15 @@ class Bench:
         self.rows.append(values)
         print("  ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()), flush=True)
 
-    def attach(self, num_blocks: int, piece: int, *, allocations: int = 1) -> CudaTarget:
+    def attach(self, num_blocks: int, piece: int, *, allocations: int = 1, together: bool = False) -> CudaTarget:
         regions = self.process.allocate(*[LAYERS * num_blocks * piece // allocations] * allocations)
-        target = self.transfer.attach(layout_of(regions, num_blocks, piece), self.process.peer)
+        target = self.transfer.attach(layout_of(regions, num_blocks, piece, together=together), self.process.peer)
         state = self.transfer.pinning.join(300)
         assert state.value == "pinned", state
         return target
 
-    def measure(self, piece: int, num_blocks: int, note: str = "", *, allocations: int = 1) -> None:
-        target = self.attach(num_blocks, piece, allocations=allocations)
+    def measure(self, piece: int, num_blocks: int, note: str = "", *, allocations: int = 1, together: bool = False) -> None:
+        target = self.attach(num_blocks, piece, allocations=allocations, together=together)
         nbytes = BLOCKS * LAYERS * piece
         offsets = _falling(PER_CHUNK * LAYERS * piece)
         for direction in Direction:
@@ -190,8 +192,12 @@ class Bench:
                     )  # fmt: skip
         target.close()
 
-    def layers_apart(self) -> None:
-        """Every layer in an allocation of its own, by the batch calls and copy by copy, which knows no flat rows."""
+    def layouts(self) -> None:
+        """A block's layers side by side; every layer in an allocation of its own, by the batch calls and copy by copy, which
+        knows no flat rows.
+        """
+        for kib in (64, 16):
+            self.measure(kib << 10, 4685 * (64 // kib), "a block's layers together", together=True)
         for kib in (64, 16):
             self.measure(kib << 10, 4685 * (64 // kib), "an allocation per layer", allocations=LAYERS)
         batching, driver = self.transfer, cuda_driver.CudaDriver()
@@ -286,18 +292,20 @@ def main() -> None:
     parser.add_argument("--threads", type=numbers, default=[], help="threads that submit many flat rows, several to compare")
     parser.add_argument("--shm", default="/dev/shm", help="tmpfs that holds the pool (one mounted with huge=always, say)")
     parser.add_argument("--only-pieces", action="store_true", help="nothing but those rows")
-    parser.add_argument("--only-apart", action="store_true", help="nothing but layers in allocations of their own")
+    parser.add_argument(
+        "--only-layouts", action="store_true", help="nothing but caches that are not one layer-outermost buffer"
+    )
     parser.add_argument("--json", type=Path, help="write all rows there")
     options = parser.parse_args()
     bench = Bench(quick=options.quick, directory=options.shm, per_call=options.flat_per_call, threads=options.threads)
     try:
-        if options.only_apart:
-            bench.layers_apart()
+        if options.only_layouts:
+            bench.layouts()
             return
         for shape in shapes(options.pieces, far=options.far or not options.quick):
             bench.measure(*shape)
         if not options.only_pieces:
-            bench.layers_apart()
+            bench.layouts()
             bench.duplex(65536, 4685)
             bench.interference(65536, 4685)
     finally:

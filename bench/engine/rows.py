@@ -15,6 +15,10 @@ from typing import Any
 
 V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 LMCACHE_PORT, PEGAFLOW_PORT = 6555, 50055
+SETTINGS = {
+    "maru_submitters": ["--set", "transfer.gpu_submitters=2"],
+    "maru_no_nudge": ["--set", "transfer.gpu_nudge=false"],
+}  #: of the sidecar beside a row
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,9 @@ def make_row(name: str, *, gib: float, suffix: int) -> Row:
             return _maru(name, with_suffix)
         case "maru_overlap":  # with several in flight it does what ``maru`` does
             return _maru(name, [*with_suffix, "--in-flight", "1", "--populate8", "0"], **{"maru.layerwise_overlap": True})
-        case "maru_submitters":
+        case "maru_submitters" | "maru_no_nudge":
             row = _maru(name, with_suffix)
-            return Row(name, row.connector, row.arguments, server="maru_submitters")
+            return Row(name, row.connector, row.arguments, server=name)
         case "maru_v1" | "maru_v1_layers":  # vLLM 0.26 keeps a block's layers together on model runner V1 only, if asked
             row = _maru(name, ["--populate8", "0"], **{"maru.block_outermost": name == "maru_v1"})
             return Row(name, row.connector, row.arguments, V1_RUNNER, server=row.server)
@@ -73,10 +77,10 @@ def server_command(kind: str, *, gib: float, socket: str, pool: str) -> tuple[li
     """The command of a server, and the TCP port it serves; 0: the sidecar's socket instead."""
     size = f"{gib:g}"
     match kind:
-        case "maru" | "maru_submitters":
+        case "maru" | "maru_submitters" | "maru_no_nudge":
             command = [sys.executable, "-m", "maru_sidecar", "run", "--socket", socket, "--pool-path", pool]
             command += ["--pool-size", str(int(gib * (1 << 30)))]
-            return [*command, *(["--set", "transfer.gpu_submitters=2"] if kind != "maru" else [])], 0
+            return [*command, *SETTINGS.get(kind, [])], 0
         case "lmcache":
             command = shlex.split(os.environ.get("LMCACHE_SERVER", "lmcache server"))
             command += ["--host", "localhost", "--port", str(LMCACHE_PORT), "--http-port", "8091", "--l1-size-gb", size]

@@ -6,16 +6,16 @@ overlap whenever the others happen not to be in it, and stall their next token: 
 ancestor of this connector. With two or more the hit is loaded by the sidecar while the others go on. Once its step is over
 the request is one like any other.
 
-The step must be no full CUDA graph, which calls no layer hooks:
+The step must also compute something worth hiding a load behind, and be no full CUDA graph, which calls no layer hooks:
 
 - with ``FULL_AND_PIECEWISE`` (vLLM's default) and ``FULL_DECODE_ONLY`` full graphs serve uniform decode only, so a step with
   more tokens than a decode query is none;
 - with ``FULL`` it is none beyond the largest captured size. So piecewise graphs are never asked for: they would slow down every
   decode step for the sake of one prefill.
 
-A hit on the whole prompt has little to hide behind, but the time in which the step's kernels are launched is hidden, and the
-request is not parked. (LMCache loads so inside the step: 50 ms to the first token where parked hits take 64 to 72, 2 GiB,
-H200.) Such a hit ends a block early, since vLLM must compute something.
+A hit on the whole prompt leaves one token to compute: nothing to hide behind, and vLLM forbids it synchronously. Ending such a
+hit a block early, so that the launch of the step's kernels hides a part of it, was tried: 2 GiB on an H200 took 67.5 ms to the
+first token (p90 81) where deferred loads take 65.1 (p90 67), since 1,024 scattered copies a layer hold the launches up.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 from maru_connector.options import Options
 from maru_connector.request_state import Lookup
 
+MIN_TOKENS = 64  #: computed in the step; fewer hide nothing that the detour over the parked state costs
 LEASE_MARGIN_NS = 10_000_000_000  #: left of the lease: the copies are over in a fraction of it
 
 
@@ -34,9 +35,8 @@ class OverlapPolicy:
     ready.
     """
 
-    def __init__(self, *, min_tokens: int, max_tokens: int, ranks: int, block_tokens: int) -> None:
+    def __init__(self, *, min_tokens: int, max_tokens: int, ranks: int) -> None:
         self.min_tokens = min_tokens
-        self._block_tokens = block_tokens
         self.max_tokens = max_tokens
         self._ranks = ranks
         self._ready: dict[int, int] = {}  # sidecar generation → ranks
@@ -54,13 +54,6 @@ class OverlapPolicy:
     def generation(self) -> int:
         """The generation that all workers are ready for; 0: none."""
         return next((g for g, n in self._ready.items() if n >= self._ranks), 0)
-
-    def end_in_step(self, hit_end: int, num_tokens: int) -> int:
-        """Where a hit up to ``hit_end`` of a request's ``num_tokens`` ends if it is loaded within its step: a block early, if
-        what is missing to compute enough is no more.
-        """
-        missing = self.min_tokens - (num_tokens - hit_end)
-        return hit_end - self._block_tokens if 0 < missing <= self._block_tokens else hit_end
 
     def slabs_of(self, lookup: Lookup, tokens: int) -> bytes:
         """Where the hit's slabs lie, as in the reply cell, if the hit may be loaded within its step; else empty.
@@ -82,12 +75,11 @@ def overlap_policy(config: Any, options: Options, *, block_tokens: int) -> Overl
         return None
     scheduler, compilation = config.scheduler_config, config.compilation_config
     decode_query = 1 + (getattr(config, "num_speculative_tokens", 0) or 0)
-    least = decode_query + 1
+    least = max(MIN_TOKENS, 2 * block_tokens, decode_query + 1)
     mode = compilation.cudagraph_mode
     if mode is not None and mode.mixed_mode().name == "FULL":
         least = max(least, (compilation.max_cudagraph_capture_size or 0) + 1)
     most = getattr(scheduler, "max_num_scheduled_tokens", None) or scheduler.max_num_batched_tokens
     if 0 < scheduler.long_prefill_token_threshold < most:
         most = scheduler.long_prefill_token_threshold
-    ranks = config.parallel_config.world_size
-    return OverlapPolicy(min_tokens=least, max_tokens=most, ranks=ranks, block_tokens=block_tokens)
+    return OverlapPolicy(min_tokens=least, max_tokens=most, ranks=config.parallel_config.world_size)

@@ -114,10 +114,7 @@ class SchedulerHalf:
         end = (lookup.hits or 0) * self.options.chunk_tokens
         state.slabs = b""
         if self._overlap is not None and self._alone():
-            end_in_step = self._overlap.end_in_step(end, request.num_tokens)
-            if end_in_step - num_computed >= self._min_hit:
-                state.slabs = self._overlap.slabs_of(lookup, request.num_tokens - end_in_step)
-                end = end_in_step if state.slabs else end
+            state.slabs = self._overlap.slabs_of(lookup, request.num_tokens - end)
         if not self._deferred and not state.slabs:
             # A synchronous full hit trips an assertion in the scheduler: it must compute one token at least.
             end = min(end, (request.num_tokens - 1) // self._block_tokens * self._block_tokens)

@@ -118,7 +118,8 @@ class Lanes:
                 f"the KV cache is reached by {kind.value}, and this installation has no cuda engine ({e})",
                 "install a release with maru_sidecar.transfer.cuda",
             ) from e
-        return CudaTransfer(self._pool.mapping, self._pool.region_bytes, submitters=self._config.gpu_submitters)
+        c = self._config
+        return CudaTransfer(self._pool.mapping, self._pool.region_bytes, submitters=c.gpu_submitters, nudge=c.gpu_nudge)
 
     def _make(self, device: str, name: str, transfer: TransferEngine, *, own: bool) -> Lane:
         c = self._config

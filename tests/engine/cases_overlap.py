@@ -56,16 +56,6 @@ def two_ranks_load_their_own_slabs_of_a_lone_hit(world: World) -> None:
 
 
 @case
-def a_lone_hit_on_the_whole_prompt_is_loaded_within_its_step_but_for_its_last_block(world: World) -> None:
-    world.warm(prompt(1, 256))
-    engine = ready(world)
-    for extra, hit in (([], 240), (prompt(2, 1), 240), (prompt(2, 2), 256)):
-        answer = engine.generate(prompt(1, 256) + extra, 4)
-        assert (answer.admissions, loads(world)) == ([hit], 0)
-        engine.forget_local()
-
-
-@case
 def two_live_hits_are_loaded_by_the_sidecar(world: World) -> None:
     world.warm(prompt(1, 128), prompt(2, 128))
     engine = ready(world)

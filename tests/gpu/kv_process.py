@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from maru_shm import segment as segments
 from maru_shm.geometry import CUDA_VMM_HANDLE, KvRegion, RegionKind
+from maru_shm.layout import Op, Role
 from tests.support.client import Client
 from tests.support.kv_cases import cases
 from tests.support.kv_process import AnyKvProcess, random_bytes
@@ -107,7 +108,6 @@ class _Engine:
     def attach_sidecar(self, socket: str, case: str) -> str:
         """Both halves of an engine whose cache has the shape of ``case``; returns how the sidecar moves its bytes."""
         from maru_connector.fence_cuda import cuda_fence
-        from maru_shm.layout import Role
 
         shape = next(c for c in cases() if c.name == case)
         cache: Any = SimpleNamespace(layout=shape.layout(self.allocate(*shape.allocations)))
@@ -129,6 +129,14 @@ class _Engine:
     def load(self, keys: bytes, table: npt.NDArray[np.int32], fence: int) -> tuple[str, int]:
         reply = self.worker.load(keys, table, fence=fence)
         return reply.state.name, reply.n_done
+
+    def fetch(self, keys: bytes, table: npt.NDArray[np.int32], fence: int) -> tuple[int, str, int]:
+        """Look up and load under that lookup's lease: chunks hit, state, chunks loaded."""
+        ticket, found = self.scheduler.lookup(keys)
+        lease = {"lease": ticket, "lease_session": self.scheduler.attached.session}
+        reply = self.worker.finish(self.worker.post(Op.LOAD, keys, table, fence=fence, **lease))
+        self.scheduler.release(ticket)
+        return found.n_done, reply.state.name, reply.n_done
 
     def load_for_ever(self, keys: bytes, table: npt.NDArray[np.int32], fence: int) -> None:
         """Post loads until killed."""

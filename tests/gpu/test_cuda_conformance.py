@@ -12,6 +12,7 @@ from maru_shm.errors import AttachRefused
 from maru_shm.geometry import Direction, KvLayout, KvPlane
 from maru_sidecar.transfer import cuda_device, cuda_pinning
 from maru_sidecar.transfer.cuda import CudaTarget, CudaTransfer
+from maru_sidecar.transfer.cuda_nudge import INTERVAL_S
 from maru_sidecar.transfer.cuda_pinning import PinState
 from tests.gpu.conftest import REGION
 from tests.gpu.kv_process import KvProcess
@@ -101,6 +102,21 @@ def test_many_flat_rows_arrive_byte_for_byte_whoever_submits_them(
     assert min(len(lane.submitters) for lane in target.device._lanes.values()) >= submitters - 1
     target.device.submitters = 1
     target.close()
+
+
+def test_the_kernel_beside_stores_is_loaded_and_run_for_each_engine(engine_process: KvProcess, pool: ShmPool) -> None:
+    transfer = CudaTransfer(pool.mapping, REGION, nudge=True)
+    for _ in range(2):
+        target = attach(transfer, engine_process, ALL[0])
+        nudge = target.device.nudge
+        assert nudge is not None
+        assert nudge._module == 0
+        nudge._last -= INTERVAL_S
+        check_loads_and_stores(target, engine_process, pool, ALL[0])
+        assert nudge._module
+        assert not nudge._failed
+        target.device.driver.wait_stream(nudge._stream)
+    transfer.close()
 
 
 @pytest.mark.parametrize("case", [ALL[0], ALL[3], ALL[9]], ids=lambda c: c.name)

@@ -87,7 +87,7 @@ class Stage:
             self.about_heir = self._built(self.heir, directory / "heir.log")
             self.attach()
             self.heir.call("attach", 0)
-            self.least = self.engine.call("overlap_from", FRESH)
+            self.engine.call("overlap_from", FRESH)
             self.heir.call("overlap_from", FRESH)
             self.documents = [self._populate(seed) for seed in range(DOCUMENTS)]
             self.engine.call("flush")
@@ -189,25 +189,6 @@ def test_the_same_hits_loaded_by_the_sidecar_answer_the_same(stage: Stage) -> No
     assert stage.loads() - before == DOCUMENTS
     stage.engine.call("overlap_from", FRESH)
     assert stage.engine.call("take_overlaps") == []
-
-
-def test_hits_on_a_whole_prompt_are_overlapped_but_for_their_last_block(stage: Stage) -> None:
-    """vLLM's own prefix cache leaves that block out, too: the same tokens are computed."""
-    loaded, documents = CACHED - SHAPE.block_tokens, stage.documents[:5]
-    prompts = [d.short[:CACHED] for d in documents]
-    stage.engine.call("forget")
-    for prompt in prompts:
-        stage.engine.ask_one(prompt)
-    own = [(stage.engine.ask_one(p), stage.engine.call("digest", p, loaded)) for p in prompts]
-    assert [answer.hit_tokens for answer, _ in own] == [loaded] * 5
-    stage.engine.call("forget")
-    before = stage.loads()
-    stage.engine.call("take_overlaps")
-    stage.engine.call("overlap_from", stage.least)
-    assert [(stage.engine.ask_one(p), stage.engine.call("digest", p, loaded)) for p in prompts] == own
-    stage.engine.call("overlap_from", FRESH)
-    assert stage.loads() == before, "the sidecar loaded some of them"
-    assert [(one["layered"], one["arrived"]) for one in stage.engine.call("take_overlaps")] == [(True, True)] * 5
 
 
 def check_hits(stage: Stage, asked: list[tuple[list[int], Answer]]) -> None:

@@ -225,11 +225,9 @@ class _Engine:
         self._until(lambda: current() not in (0, generation), lambda: self.ask([prompt], 1), "attached and ready")
         return current()
 
-    def overlap_from(self, tokens: int) -> int:
-        """Have only hits that leave as much to compute overlapped; what it was."""
-        policy = self._scheduler._overlap
-        before, policy.min_tokens = policy.min_tokens, tokens
-        return before
+    def overlap_from(self, tokens: int) -> None:
+        """Have only hits that leave as much to compute overlapped."""
+        self._scheduler._overlap.min_tokens = tokens
 
     # --- the KV cache -------------------------------------------------------------------------------------------------------
     def _caches(self) -> list[Any]:

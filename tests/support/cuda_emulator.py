@@ -77,6 +77,8 @@ class EmulatedDriver(D.CudaDriver):
         self.flat_batches: list[int] = []  #: rows of each flat one
         self.rows_taken: dict[int, int] = {}  #: stream → flat rows it ever took
         self.refusals: dict[int, list[int]] = {}  #: stream → results of its next flat calls, in order; then it takes them again
+        self.modules: dict[int, int] = {}  #: loaded → launches of its kernel
+        self.kernels = 0  #: launches in all
         self.hold = threading.Event()  #: clear: queries say "not ready" and waits block
         self.hold.set()
         self.held: set[int] = set()  #: streams that do not run: queries of what depends on them say "not ready"
@@ -256,6 +258,27 @@ class EmulatedDriver(D.CudaDriver):
         return 0
 
     def cuMemSetAccess(self, address: int, size: int, access: object, count: int) -> int:
+        return 0
+
+    def cuModuleLoadData(self, out: object, image: bytes) -> int:
+        module = self._new()
+        self.modules[module] = 0
+        return _put(out, module)
+
+    def cuModuleGetFunction(self, out: object, module: int, name: bytes) -> int:
+        assert b".entry " + name + b"()" in D._EMPTY_KERNEL
+        return _put(out, module)
+
+    def cuModuleUnload(self, module: int) -> int:
+        del self.modules[module]
+        return 0
+
+    def cuLaunchKernel(self, kernel: int, *arguments: Any) -> int:
+        *sizes, shared, stream, parameters, extra = arguments
+        assert (sizes, shared, parameters, extra) == ([1] * 6, 0, None, None)
+        assert stream in self.streams
+        self.modules[kernel] += 1
+        self.kernels += 1
         return 0
 
     def _locked_as_one(self, copy: Copies) -> bool:

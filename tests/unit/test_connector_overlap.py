@@ -84,7 +84,7 @@ class World:
             on_lost=self.worker.on_lost,
         )
         assert self.worker.attach(worker_link, self.overlap)
-        self.policy = OverlapPolicy(min_tokens=CHUNK, max_tokens=1024, ranks=1, block_tokens=BLOCK)
+        self.policy = OverlapPolicy(min_tokens=CHUNK, max_tokens=1024, ranks=1)
         link = SidecarLink(self.sidecar.socket, lambda: (self._attach(L.Role.SCHEDULER), []), on_lost=self._lost)
         self.scheduler = SchedulerHalf(
             options, link, ROOT, block_tokens=BLOCK, num_blocks=SIZE["num_blocks"], ranks=1, deferred=True, overlap=self.policy
@@ -289,29 +289,12 @@ def test_a_request_that_cannot_be_cached_is_live_too(world: World) -> None:
     assert world.ask(request(name="b")) == (PREFIX * CHUNK, False)
 
 
-@pytest.mark.parametrize("rest", [0, 1])
-def test_a_hit_that_leaves_too_little_to_compute_ends_a_block_early(world: World, rest: int) -> None:
-    world.policy.min_tokens = 2
-    one, end = request(rest=rest), PREFIX * CHUNK - BLOCK
-    assert world.ask(one) == (end, False)
-    ids = list(range(20, 20 + PREFIX * CHUNK // BLOCK))
-    world.scheduler.update_state_after_alloc(one, Blocks([*ids, 60]), end)
-    assert not world.run(world.meta({one.request_id: one.num_tokens - end}))
-    assert (world.cache.read(ids[:-1]) == world.wanted[:-1]).all()
-    assert not world.cache.read(ids[-1:]).any()
-    assert world.stats["loads_overlapped"] == 1
-    world.no_lease_is_left()
-
-
-def test_a_hit_that_would_be_too_short_a_block_early_is_loaded_deferred(world: World) -> None:
-    world.policy.min_tokens = 2
-    world.scheduler._min_hit = PREFIX * CHUNK
+def test_a_hit_on_the_whole_prompt_is_loaded_deferred(world: World) -> None:
     assert world.ask(request(rest=0)) == (PREFIX * CHUNK, True)
 
 
-def test_a_hit_that_leaves_too_little_to_compute_by_more_than_a_block_is_loaded_deferred(world: World) -> None:
-    assert world.policy.min_tokens == CHUNK
-    assert world.ask(request(rest=CHUNK - BLOCK - 1)) == (PREFIX * CHUNK, True)
+def test_a_hit_that_leaves_little_to_compute_is_loaded_deferred(world: World) -> None:
+    assert world.ask(request(rest=CHUNK - 1)) == (PREFIX * CHUNK, True)
 
 
 def test_before_every_layers_hook_was_seen_hits_are_loaded_deferred() -> None:

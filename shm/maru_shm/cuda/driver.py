@@ -1,6 +1,6 @@
 """The CUDA driver API as far as copies between host and device need it, by ctypes on ``libcuda.so.1``.
 
-No CUDA package, no kernel, no runtime.
+No CUDA package, no runtime, and no kernel but an empty one.
 
 Every call releases the GIL. Every failing call raises :class:`CudaError` with the driver's own name for it. Loading the library
 or asking for a device makes no context; :meth:`CudaDriver.retain` does.
@@ -61,6 +61,9 @@ IPC_HANDLE_BYTES = 64
 #: Flat rows of one batch call. H200, driver 580, scattered rows of 64 KiB: 53.4 GB/s of 54.9 with 256 a call, 45 with 4,096;
 #: of 16 KiB: 15 and 3.7, since a long batch costs the driver 4 µs a row instead of 1. Benchmarks set it.
 FLAT_PER_CALL = 256
+
+#: For compute capability 7.0 and later; the driver compiles it.
+_EMPTY_KERNEL = b".version 7.0\n.target sm_70\n.address_size 64\n.visible .entry nop()\n{\nret;\n}\n"
 
 
 class CudaError(TransferError):
@@ -124,6 +127,10 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "cuMemSetAccess": (_U64, _SIZE, _VOID, _SIZE),
     "cuMemcpy3DAsync_v2": (_VOID, _VOID),
     "cuMemcpyHtoDAsync_v2": (_U64, _VOID, _SIZE, _VOID),
+    "cuModuleLoadData": (_VOID, ctypes.c_char_p),
+    "cuModuleGetFunction": (_VOID, _VOID, ctypes.c_char_p),
+    "cuModuleUnload": (_VOID,),
+    "cuLaunchKernel": (_VOID, *[_UINT] * 7, _VOID, _VOID, _VOID),
 }
 #: The batch calls of CUDA 12.8 (1) and 13.0 (2), which no longer tell the index of the operation that failed.
 _BATCH_CALLS: dict[int, dict[str, tuple[object, ...]]] = {
@@ -275,6 +282,24 @@ class CudaDriver:
 
     def wait_stream(self, stream: int) -> None:
         self._call("cuStreamSynchronize", stream)
+
+    # --- an empty kernel --------------------------------------------------------------------------------------------------
+    def load_empty(self) -> tuple[int, int]:
+        """A module with a kernel that does nothing, for :meth:`unload`, and the kernel."""
+        module = self._handle("cuModuleLoadData", _EMPTY_KERNEL)
+        try:
+            return module, self._handle("cuModuleGetFunction", module, b"nop")
+        except CudaError:
+            self.unload(module)
+            raise
+
+    def unload(self, module: int) -> None:
+        """Returns when its kernels have ended."""
+        self._call("cuModuleUnload", module)
+
+    def launch_empty(self, kernel: int, stream: int) -> None:
+        """Enqueue :meth:`load_empty`'s kernel: one thread."""
+        self._call("cuLaunchKernel", kernel, 1, 1, 1, 1, 1, 1, 0, stream, None, None)
 
     # --- memory -------------------------------------------------------------------------------------------------------------
     def registers_read_only(self, device: int) -> bool:

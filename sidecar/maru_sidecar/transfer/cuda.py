@@ -60,8 +60,8 @@ class CudaTransfer:
     """Transfer engine for CUDA IPC and VMM regions.
 
     ``region_bytes``: the pool's region size; the pool is registered in multiples of it (0: 1 GiB). ``pin=False`` never
-    registers the pool: every copy is pageable. ``submitters``: threads per device and direction. ``driver``: for tests; loaded
-    at the first attach otherwise.
+    registers the pool: every copy is pageable. ``submitters``: threads per device and direction. ``nudge``: see
+    ``cuda_nudge.py``. ``driver``: for tests; loaded at the first attach otherwise.
     """
 
     name = "cuda"
@@ -73,10 +73,12 @@ class CudaTransfer:
         *,
         pin: bool = True,
         submitters: int = 1,
+        nudge: bool = False,
         driver: CudaDriver | None = None,
     ) -> None:
         self.pool = pool
         self.submitters = submitters
+        self.nudge = nudge
         self.pinning = PoolPinning(pool, region_bytes)
         self._pin = pin
         self._pin_owner: CudaDevice | None = None
@@ -101,6 +103,7 @@ class CudaTransfer:
             device = self._device(uuid)
             imports = self._import(device, layout, region_fds)
             device.targets += 1
+            device.engine_attached()
             target = CudaTarget(self, device, layout, peer, imports)
             self._targets.add(target)
             if self._pin and self._pin_owner is None:
@@ -141,7 +144,7 @@ class CudaTransfer:
                     f"the engine's GPU {uuid} is not visible here (visible: {', '.join(sorted(visible)) or 'none'})",
                     "start the sidecar with that GPU: CUDA_VISIBLE_DEVICES, container device list",
                 )
-            device = self._devices[uuid] = CudaDevice(self._driver, uuid, visible[uuid], self.submitters)
+            device = self._devices[uuid] = CudaDevice(self._driver, uuid, visible[uuid], self.submitters, nudge=self.nudge)
         except PlatformUnsupported as e:
             raise AttachRefused(f"no CUDA here: {e.what}", e.remedy) from e
         except CudaError as e:

@@ -38,6 +38,7 @@ from maru_shm.cuda.driver import (
 )
 from maru_shm.errors import AttachRefused, TransferError
 from maru_shm.geometry import CUDA_IPC_HANDLE, CUDA_VMM_HANDLE, Direction, KvRegion, RegionKind
+from maru_sidecar.transfer.cuda_nudge import Nudge
 
 ROOM = 4096  #: descriptors per driver call
 EVENTS = 64  #: copies in flight before another event is made
@@ -129,7 +130,7 @@ class Mapping:
 class CudaDevice:
     """Raises :class:`CudaError` if the context cannot be made."""
 
-    def __init__(self, driver: CudaDriver, uuid: str, ordinal: int, submitters: int = 1) -> None:
+    def __init__(self, driver: CudaDriver, uuid: str, ordinal: int, submitters: int = 1, *, nudge: bool = False) -> None:
         self.driver = driver
         #: threads that submit the flat rows of one submission, the caller among them; 1: no other. A row costs its thread 1 to
         #: 1.3 µs in the driver (H200), so the 32,768 rows of 1,024 blocks × 32 layers take one thread 33 to 43 ms, where the
@@ -147,6 +148,7 @@ class CudaDevice:
             self.max_pitch = driver.max_pitch(ordinal)
             self._lanes = {d: _Lane(driver) for d in Direction}
             self._events = deque(driver.create_event() for _ in range(EVENTS))
+            self.nudge = Nudge(driver) if nudge else None
         except CudaError:
             driver.release(ordinal)
             raise
@@ -230,7 +232,21 @@ class CudaDevice:
                 if event:
                     self.recycle(event)
                 raise
+        if self.nudge is not None and direction is Direction.STORE:
+            self._nudge(self.nudge.run)
         return event, calls
+
+    def _nudge(self, act: Callable[[], None]) -> None:
+        """Nothing that happens here concerns a transfer."""
+        try:
+            self.driver.use(self.context)
+            act()
+        except CudaError as e:
+            self.note(e)
+
+    def engine_attached(self) -> None:
+        if self.nudge is not None:
+            self._nudge(self.nudge.renew)
 
     def _enqueue(self, lane: _Lane, direction: Direction, copies: Copies) -> int:
         """Put ``copies`` on the lane's stream, or where it has to wait for them; the number of driver calls.
@@ -343,6 +359,8 @@ class CudaDevice:
                 self.driver.reset(self.ordinal)
             else:
                 self.driver.use(self.context)
+                if self.nudge is not None:
+                    self.nudge.close()
                 lanes = self._lanes.values()
                 for event in (*self._events, *(lane.begin for lane in lanes), *(other.end for other in others)):
                     self.driver.destroy_event(event)
