@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
-from tests.support.cuda_emulator import GPU, EmulatedDriver
-from tests.support.kv_cases import cases
+from tests.support.cuda_world import OFFSETS, TABLE, CudaWorld, stand_in
 
 from maru_shm.errors import TransferError
-from maru_shm.geometry import CUDA_IPC_HANDLE, Direction, KvRegion, RegionKind
+from maru_shm.geometry import Direction
 from maru_sidecar.config import Transfer
 from maru_sidecar.transfer import cuda_nudge
-from maru_sidecar.transfer.base import Peer, PoolMapping
-from maru_sidecar.transfer.cuda import CudaTarget, CudaTransfer
+from maru_sidecar.transfer.base import Peer
+from maru_sidecar.transfer.cuda import CudaTarget
 
-CASE = cases()[0]
-OFFSET, TABLE = np.zeros(1, np.uint64), np.array([[5, 9, 1, 2]], np.int32)
 REFUSED, ILLEGAL_ADDRESS = 1, 700
 
 
@@ -31,25 +26,19 @@ class Clock:
         return self.now
 
 
-class World:
+class World(CudaWorld):
     def __init__(self, peer: Peer, *, nudge: bool = True) -> None:
-        self.pool = np.zeros(1 << 20, np.uint8)
-        self.driver = EmulatedDriver(self.pool)
+        super().__init__(pin=False, nudge=nudge)
         self.peer = peer
-        mapping = PoolMapping(self.pool.ctypes.data, self.pool.nbytes, -1)
-        self.engine = CudaTransfer(mapping, pin=False, nudge=nudge, driver=self.driver)
 
     def attach(self) -> CudaTarget:
-        handle, _ = self.driver.allocate(CASE.allocations[0])
-        region = KvRegion(RegionKind.CUDA_IPC, 1 << 40, CASE.allocations[0], CUDA_IPC_HANDLE.pack(handle, 0), GPU)
-        return self.engine.attach(CASE.layout([region]), self.peer)
+        return self.engine.attach(self.one()[0], self.peer)
 
 
 @pytest.fixture
 def peer() -> Iterator[Peer]:
-    pidfd = os.pidfd_open(os.getpid())
-    yield Peer(os.getpid(), pidfd)
-    os.close(pidfd)
+    with stand_in() as peer:
+        yield peer
 
 
 @pytest.fixture
@@ -67,7 +56,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def move(target: CudaTarget, direction: Direction = Direction.STORE) -> None:
-    target.submit(direction, OFFSET, TABLE).wait()
+    target.submit(direction, OFFSETS, TABLE).wait()
 
 
 def test_a_kernel_runs_beside_a_store_at_most_once_a_second_and_never_beside_a_load(world: World, clock: Clock) -> None:
@@ -134,7 +123,7 @@ def test_where_it_cannot_run_stores_go_on_and_it_is_said_once(
 def test_a_store_that_was_accepted_stays_so_when_the_kernel_finds_the_gpu_lost(world: World, clock: Clock) -> None:
     target = world.attach()
     world.driver.fail["cuLaunchKernel"] = ILLEGAL_ADDRESS
-    copy = target.submit(Direction.STORE, OFFSET, TABLE)
+    copy = target.submit(Direction.STORE, OFFSETS, TABLE)
     copy.wait()
     with pytest.raises(TransferError, match="is lost"):
-        target.submit(Direction.STORE, OFFSET, TABLE)
+        target.submit(Direction.STORE, OFFSETS, TABLE)
