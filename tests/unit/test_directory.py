@@ -262,29 +262,6 @@ def test_a_reference_says_where_the_slab_is_and_which_generation(pool: PoolFile,
         assert again.refs[0].state_word != ref.state_word
 
 
-def test_operators_pins_are_counted_and_stop_at_the_first_absent_key(pool: PoolFile, directory: Directory) -> None:
-    store(pool, directory, chain("a", 2))
-    keys = chain("a", 3)
-    assert directory.admin.pin(NAMESPACE, keys, pinned=True) == (2, 0)
-    assert directory.admin.pin(NAMESPACE, keys[:KEY], pinned=True) == (1, 0)
-    assert directory.admin.pin(NAMESPACE, keys, pinned=False) == (2, 0)
-    assert directory.admin.pin(NAMESPACE, keys[KEY : 2 * KEY], pinned=False) == (1, 1)  # it had one pin
-    assert directory.admin.clear() == 1  # the second chunk; the first still has one pin
-    assert directory.admin.pin(NAMESPACE, keys, pinned=False) == (1, 0)
-    assert directory.admin.pin(NAMESPACE, keys, pinned=False) == (1, 1)  # nothing left to undo
-    assert directory.admin.clear() == 1
-    assert directory.admin.pin(b"unknown.........", keys, pinned=True) == (0, 0)
-
-
-def test_clearing_keeps_a_parent_whose_child_is_in_use(pool: PoolFile, directory: Directory) -> None:
-    keys = chain("a", 4)
-    store(pool, directory, keys)
-    with directory.acquire(NAMESPACE, keys[: 2 * KEY], rank=0):
-        assert directory.admin.clear(NAMESPACE) == 2
-        assert lookup(directory, keys) == 2
-    assert directory.admin.clear(NAMESPACE) == 2
-
-
 # --- bad slabs ---
 def test_a_dropped_chunk_misses_at_once_but_its_memory_waits_for_the_readers(pool: PoolFile, directory: Directory) -> None:
     store(pool, directory, key("a"))
@@ -310,61 +287,6 @@ def test_a_child_outlives_a_dropped_parent_and_is_found_again_when_it_is_back(po
     assert lookup(directory, keys) == 3
     with directory.acquire(NAMESPACE, keys[2 * KEY :], rank=0):
         assert directory.admin.clear() == 0  # the chain is linked again: parents wait for the child
-
-
-def test_an_operators_pin_ends_with_a_dropped_chunk(pool: PoolFile, directory: Directory) -> None:
-    store(pool, directory, key("a"))
-    directory.admin.pin(NAMESPACE, key("a"), pinned=True)
-    directory.drop(NAMESPACE, key("a"), 0)
-    stats = directory.admin.stats()
-    assert (stats["pins"], stats["chunks_pinned"], stats["bytes_used"]) == (0, 0, 0)
-
-
-def test_chunks_that_name_each_other_as_parent_can_still_be_cleared(pool: PoolFile, directory: Directory) -> None:
-    a, b, c = key("a"), key("b"), key("c")
-    store(pool, directory, a, parent=b, start=1)
-    store(pool, directory, b, parent=a, start=1)
-    store(pool, directory, c, parent=c, start=0)
-    assert directory.admin.clear() == 3
-    assert directory.admin.stats()["bytes_used"] == 0
-
-
-# --- listing ---
-def test_pages_list_every_chunk_once_in_key_order(pool: PoolFile, directory: Directory) -> None:
-    for i in range(7):
-        store(pool, directory, key(f"k{i}"))
-    directory.admin.pin(NAMESPACE, key("k3"), pinned=True)
-    seen, after, more = [], b"", True
-    while more:
-        infos, more = directory.admin.page(NAMESPACE, after, 3)
-        seen += infos
-        after = bytes.fromhex(infos[-1].key)
-    assert [i.key for i in seen] == sorted(key(f"k{i}").hex() for i in range(7))
-    assert {(i.ranks, i.world, i.bytes, i.tokens, i.leases) for i in seen} == {(1, 1, NBYTES, 256, 0)}
-    assert [i.key for i in seen if i.pinned] == [key("k3").hex()]
-    everything, more = directory.admin.page(None, b"", 100)
-    assert (len(everything), more) == (7, False)
-    assert directory.admin.page(b"unknown.........", b"", 10) == ([], False)
-
-
-def test_statistics_account_for_every_slab_and_byte(pool: PoolFile, directory: Directory) -> None:
-    stride = F.slab_stride(NBYTES)
-    store(pool, directory, chain("a", 4))
-    pending = reserve(directory, key("p"))
-    assert isinstance(pending, Reservation)
-    directory.lease(NAMESPACE, chain("a", 6), world=1, ttl_s=60, owner=0)
-    stats = directory.admin.stats()
-    assert stats["chunks"] == 4
-    assert (stats["slabs_committed"], stats["slabs_writing"], stats["slabs_free"]) == (4, 1, 1)
-    assert stats["bytes_used"] == 5 * stride
-    assert stats["bytes_free"] == stride + 2 * MiB
-    assert stats["largest_free_extent"] == 2 * MiB
-    assert (stats["leases"], stats["chunks_pinned"]) == (1, 4)
-    assert (stats["lookups_total"], stats["chunks_asked_total"], stats["chunks_hit_total"]) == (1, 6, 4)
-    assert stats["namespaces"] == {
-        NAMESPACE.hex(): {"chunks": 4, "bytes": 5 * stride, "quota": 0, "world": 1, "incomplete": 0}
-    }  # fmt: skip
-    pending.abort()
 
 
 # --- restart ---

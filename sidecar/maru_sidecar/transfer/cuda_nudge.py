@@ -52,6 +52,8 @@ class Nudge:
         if self._failed or time.monotonic() - self._last < INTERVAL_S:
             return
         with self._lock:
+            if self._failed:
+                return
             self._last = time.monotonic()
             try:
                 if not self._module:
