@@ -2,14 +2,14 @@
 
 Run on a machine with an NVIDIA GPU and torch, from the repository root::
 
-    python bench/copy_bandwidth.py [--quick] [--pieces 64,16] [--flat-per-call 256,4096] [--threads 1,2] [--json FILE]
+    python bench/copy_bandwidth.py [--quick] [--pieces 64,16] [--only-layouts] [--flat-per-call 256,4096] [--threads 1,2]
 
-A second process owns the KV cache (32 layers, layer-outermost, one buffer), this one is the sidecar. Each row is one prompt of
-1,024 blocks: wall-clock GB/s, the share of the flat figure of the same run, descriptors, CPU milliseconds: of planning
-and submitting in the calling thread, and of the whole process. Rows repeat for each number of flat rows per driver call
-and of submitting threads. Slabs fall in address from chunk to chunk, as in a pool. Tables: *scattered* ids, *runs* of 16 (one
-chunk each), *rising* and *falling* ids (vLLM hands blocks out in the order in which an earlier request got them, or the
-reverse). *sliced*: as the daemon does, two slices in flight; *whole*: one submission.
+A second process owns the KV cache of 32 layers (layer-outermost in one buffer, a block's layers together, an allocation per
+layer), this one is the sidecar. Each row is one prompt of 1,024 blocks: wall-clock GB/s, the share of the flat figure of the
+same run, descriptors, CPU milliseconds: of planning and submitting in the calling thread, and of the whole process. Rows repeat
+for each number of flat rows per driver call and of submitting threads. Slabs fall in address from chunk to chunk, as in a pool.
+Tables: *scattered* ids, *runs* of 16 (one chunk each), *rising* and *falling* ids (vLLM hands blocks out in the order in which
+an earlier request got them, or the reverse). *sliced*: as the daemon does, two slices in flight; *whole*: one submission.
 """
 
 from __future__ import annotations

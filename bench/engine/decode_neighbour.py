@@ -2,10 +2,10 @@
 
     python bench/engine/decode_neighbour.py --model DIR [--json OUT]
 
-An engine without a connector answers one prompt again and again. Between two answers a neighbour makes a context, copies,
-records an event, runs an empty kernel, in this order and each once. A row has the milliseconds per output token of the answers
-after that (see ``maru_sidecar/transfer/cuda_nudge.py``). Further arguments are those of ``engine_bench.py``. Needs an NVIDIA
-GPU.
+An engine without a connector answers one prompt again and again. A neighbour, whose context is made before the engine starts
+as a sidecar's is, copies between two answers, records an event, runs an empty kernel, in this order and each once. At last
+another neighbour makes a context while the engine serves. A row has the milliseconds per output token of the answers after that
+(see ``maru_sidecar/transfer/cuda_nudge.py``). Further arguments are those of ``engine_bench.py``. Needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from maru_shm.copy_shapes import COPY  # noqa: E402
 from maru_shm.cuda.driver import CudaDriver  # noqa: E402
 
 ANSWERS = 3
-ACTS = ("nothing", "nothing", "context", "copy", "event", "kernel")
+ACTS = ("nothing", "copy", "event", "kernel", "another context")
 
 
 class Neighbour:
@@ -68,31 +68,53 @@ def serve() -> None:
         print("done", flush=True)
 
 
-async def measure(args: argparse.Namespace) -> list[dict[str, object]]:
-    bench = engine_bench.Bench(args)
-    bench.start()
+class Process:
+    """A neighbour's, from here."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, __file__, "--serve"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.do("context")
+
+    def do(self, act: str) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(act, file=self._process.stdin, flush=True)
+        if self._process.stdout.readline() != "done\n":
+            self.end()
+            raise RuntimeError(f"the neighbour failed at {act!r}; see its error above")
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+async def measure(bench: engine_bench.Bench, neighbours: list[Process]) -> None:
     rows: list[dict[str, object]] = []
-    neighbour = subprocess.Popen(
-        [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert neighbour.stdin is not None
-    assert neighbour.stdout is not None
+    document = bench.documents(1)[0]
+    await bench.ask(document)
+    for act in ACTS:
+        if act == "another context":
+            neighbours.append(await asyncio.to_thread(Process))
+        elif act != "nothing":
+            await asyncio.to_thread(neighbours[0].do, act)
+        rows.append({"neighbour": act, "tpot_ms": [round((await bench.ask(document)).tpot * 1e3, 3) for _ in range(ANSWERS)]})
+        print(rows[-1], flush=True)
+        if bench.args.json:
+            Path(bench.args.json).write_text(json.dumps(rows))
+
+
+async def run(args: argparse.Namespace) -> None:
+    neighbours = [Process()]
+    bench = engine_bench.Bench(args)
     try:
-        document = bench.documents(1)[0]
-        await bench.ask(document)
-        for act in ACTS:
-            if act != "nothing":
-                print(act, file=neighbour.stdin, flush=True)
-                if await asyncio.to_thread(neighbour.stdout.readline) != "done\n":
-                    raise RuntimeError(f"the neighbour failed at {act!r}; see its error above")
-            tpot = [round((await bench.ask(document)).tpot * 1e3, 3) for _ in range(ANSWERS)]
-            rows.append({"neighbour": act, "tpot_ms": tpot})
-            print(rows[-1], flush=True)
+        bench.start()
+        await measure(bench, neighbours)
     finally:
-        neighbour.kill()
-        neighbour.wait()
-        bench.engine.shutdown()
-    return rows
+        for neighbour in neighbours:
+            neighbour.end()
+        if bench.engine is not None:
+            bench.engine.shutdown()
 
 
 def main() -> None:
@@ -101,9 +123,9 @@ def main() -> None:
         return
     args = engine_bench.arguments()
     engine_bench.seed_weights()
-    rows = asyncio.run(measure(args))
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows))
+    if args.skip_inductor_init:
+        engine_bench.skip_inductor_init()
+    asyncio.run(run(args))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ The step must also compute something worth hiding a load behind, and be no full 
 - with ``FULL`` it is none beyond the largest captured size. So piecewise graphs are never asked for: they would slow down every
   decode step for the sake of one prefill.
 
-A hit on the whole prompt leaves one token to compute: nothing to hide behind, and vLLM forbids it synchronously. Ending such a
-hit a block early, so that the launch of the step's kernels hides a part of it, was tried: 2 GiB on an H200 took 67.5 ms to the
-first token (p90 81) where deferred loads take 65.1 (p90 67), since 1,024 scattered copies a layer hold the launches up.
+A hit on the whole prompt leaves one token to compute: nothing to hide behind, and vLLM forbids it synchronously. Ending it a
+block early, so that the launch of the step's kernels hides a part of it, brings nothing: 2 GiB on an H200 took 67.5 ms to the
+first token (p50 62.6, p90 81.4) where deferred loads took 65.1 (65.4, 67.3).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from maru_connector.options import Options
 from maru_connector.request_state import Lookup
 
-MIN_TOKENS = 64  #: computed in the step; fewer hide nothing that the detour over the parked state costs
+MIN_TOKENS = 64  #: computed in the step; behind fewer no load can hide
 LEASE_MARGIN_NS = 10_000_000_000  #: left of the lease: the copies are over in a fraction of it
 
 

@@ -61,7 +61,7 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slice_bytes: int = 64 << 20  #: a load or store is cut into copies of this size, so that others get their turn
     cpu_threads: int = 0  #: threads that share one large copy of the cpu engine; 0: by the number of cores, 2 to 4
     gpu_submitters: int = 1  #: threads that submit one request's copies to a GPU: more where single blocks make them CPU-bound
-    gpu_nudge: bool = True  #: an empty kernel a second beside stores, which shortens the engines' decode steps (cuda_nudge.py)
+    gpu_nudge: bool = True  #: an empty kernel a second beside copies, which shortens the engines' decode steps (cuda_nudge.py)
     copy_timeout_s: float = 30.0  #: a worker in host memory whose copy takes longer loses its session; a GPU is unhealthy then
     fence_timeout_s: float = 60.0  #: a load or store whose fence has not arrived by then fails
     store_patience_s: float = 0.02  #: a store waits this long for loads to end before each of its slices

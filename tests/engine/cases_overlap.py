@@ -56,6 +56,17 @@ def two_ranks_load_their_own_slabs_of_a_lone_hit(world: World) -> None:
 
 
 @case
+def a_lone_hit_that_leaves_nearly_nothing_to_compute_is_loaded_by_the_sidecar(world: World) -> None:
+    world.warm(prompt(1, 256))
+    engine = ready(world)
+    # vLLM computes the last token of a prompt that was loaded as a whole again
+    for n, (extra, hit) in enumerate((([], 255), (prompt(2, 1), 256), (prompt(2, 20), 256)), 1):
+        answer = engine.generate(prompt(1, 256) + extra, 4)
+        assert (answer.admissions, loads(world)) == ([hit], n)
+        engine.forget_local()
+
+
+@case
 def two_live_hits_are_loaded_by_the_sidecar(world: World) -> None:
     world.warm(prompt(1, 128), prompt(2, 128))
     engine = ready(world)

@@ -1,6 +1,6 @@
 """The ``cuda`` engine: an engine's paged KV cache on a GPU, imported by CUDA IPC, moved by the copy engines alone.
 
-No kernel runs here: from a second process one that reads host memory slows the engine by 90 to 120 %, the copy engine by 0 to
+No kernel takes part: from a second process one that reads host memory slows the engine by 90 to 120 %, the copy engine by 0 to
 6 % (H200). One request is one driver call, or two (``cuMemcpy3DBatchAsync`` and ``cuMemcpyBatchAsync``; one call per copy on
 drivers older than 12.8) over descriptors from :mod:`~maru_shm.copy_shapes`.
 
@@ -103,7 +103,8 @@ class CudaTransfer:
             device = self._device(uuid)
             imports = self._import(device, layout, region_fds)
             device.targets += 1
-            device.engine_attached()
+            if device.nudge is not None:
+                device.nudge.renew()
             target = CudaTarget(self, device, layout, peer, imports)
             self._targets.add(target)
             if self._pin and self._pin_owner is None:

@@ -134,8 +134,7 @@ class CudaDevice:
         self.driver = driver
         #: threads that submit the flat rows of one submission, the caller among them; 1: no other. A row costs its thread 1 to
         #: 1.3 µs in the driver (H200), so the 32,768 rows of 1,024 blocks × 32 layers take one thread 33 to 43 ms, where the
-        #: wire needs 39 for rows of 64 KiB. Rows of 16 KiB, by bare driver calls: 14.6 GB/s with one thread, 23.4 with two on a
-        #: stream each, 29.4 with three, 17.0 with two on one stream.
+        #: wire needs 39 for rows of 64 KiB. What more threads bring: docs/performance.md.
         self.submitters = submitters
         self.uuid = uuid
         self.ordinal = ordinal
@@ -148,7 +147,7 @@ class CudaDevice:
             self.max_pitch = driver.max_pitch(ordinal)
             self._lanes = {d: _Lane(driver) for d in Direction}
             self._events = deque(driver.create_event() for _ in range(EVENTS))
-            self.nudge = Nudge(driver) if nudge else None
+            self.nudge = Nudge(driver, self.context, f"maru-cuda{ordinal}-nudge") if nudge else None
         except CudaError:
             driver.release(ordinal)
             raise
@@ -232,21 +231,9 @@ class CudaDevice:
                 if event:
                     self.recycle(event)
                 raise
-        if self.nudge is not None and direction is Direction.STORE:
-            self._nudge(self.nudge.run)
-        return event, calls
-
-    def _nudge(self, act: Callable[[], None]) -> None:
-        """Nothing that happens here concerns a transfer."""
-        try:
-            self.driver.use(self.context)
-            act()
-        except CudaError as e:
-            self.note(e)
-
-    def engine_attached(self) -> None:
         if self.nudge is not None:
-            self._nudge(self.nudge.renew)
+            self.nudge.poke()
+        return event, calls
 
     def _enqueue(self, lane: _Lane, direction: Direction, copies: Copies) -> int:
         """Put ``copies`` on the lane's stream, or where it has to wait for them; the number of driver calls.
@@ -354,20 +341,23 @@ class CudaDevice:
         others = [other for lane in self._lanes.values() for other in lane.submitters]
         for other in others:
             other.stop()
+        if self.nudge is not None:
+            self.nudge.close()
         try:
             if self.lost is not None:
                 self.driver.reset(self.ordinal)
             else:
                 self.driver.use(self.context)
-                if self.nudge is not None:
-                    self.nudge.close()
                 lanes = self._lanes.values()
                 for event in (*self._events, *(lane.begin for lane in lanes), *(other.end for other in others)):
                     self.driver.destroy_event(event)
                 for stream in (*(lane.stream for lane in lanes), *(other.stream for other in others)):
                     self.driver.destroy_stream(stream)
             self.driver.use(0)
-            self.driver.release(self.ordinal)
+        except CudaError as e:
+            log.warning("releasing %s: %s", self.uuid, e)
+        try:
+            self.driver.release(self.ordinal)  # whatever was refused above goes with the context
         except CudaError as e:
             log.warning("releasing %s: %s", self.uuid, e)
         self._events.clear()
