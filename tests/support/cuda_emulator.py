@@ -70,6 +70,7 @@ class EmulatedDriver(D.CudaDriver):
         self.mapped: dict[int, tuple[int, npt.NDArray[np.uint8]]] = {}
         self.registered: dict[int, int] = {}
         self.contexts = 0
+        self.current_context = 0  #: the last one that any thread made current
         self.resets = 0
         self.streams: dict[int, _Stream] = {}
         self.events: dict[int, tuple[_Stream, int]] = {}
@@ -150,6 +151,7 @@ class EmulatedDriver(D.CudaDriver):
         return 0
 
     def cuCtxSetCurrent(self, context: int) -> int:
+        self.current_context = context
         return 0
 
     def cuCtxGetCurrent(self, out: object) -> int:

@@ -241,6 +241,15 @@ def test_after_a_sticky_error_copies_fail_and_the_device_is_made_anew_once_its_e
     assert w.driver.contexts == 0
 
 
+@pytest.mark.parametrize("call", ["cuEventDestroy_v2", "cuStreamDestroy_v2"])
+def test_what_is_refused_at_the_end_does_not_keep_the_context(world: World, peer: Peer, call: str) -> None:
+    target = world.engine.attach(world.one()[0], peer)
+    world.driver.fail[call] = D.INVALID_VALUE
+    target.close()
+    world.engine.close()
+    assert (world.driver.contexts, world.driver.current_context) == (0, 0)
+
+
 def region(kind: RegionKind = RegionKind.CUDA_IPC, size: int = 4096, handle: bytes = b"", device: str = GPU) -> KvRegion:
     return KvRegion(kind, 1 << 40, size, handle, device)
 

@@ -353,11 +353,11 @@ class CudaDevice:
                     self.driver.destroy_event(event)
                 for stream in (*(lane.stream for lane in lanes), *(other.stream for other in others)):
                     self.driver.destroy_stream(stream)
-            self.driver.use(0)
         except CudaError as e:
             log.warning("releasing %s: %s", self.uuid, e)
-        try:
-            self.driver.release(self.ordinal)  # whatever was refused above goes with the context
+        try:  # whatever was refused above goes with the context
+            self.driver.use(0)
+            self.driver.release(self.ordinal)
         except CudaError as e:
             log.warning("releasing %s: %s", self.uuid, e)
         self._events.clear()

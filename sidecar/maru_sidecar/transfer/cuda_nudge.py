@@ -8,7 +8,7 @@ LMCache's, which copies by kernels, 5.14 in the same run. The driver does not sa
 switches to the compute work of another context once the engine's graphs exist; a switch costs the engine about 0.1 ms.
 
 So the kernel is loaded anew after each attach, as in the runs that were measured. It has no part in any transfer, and runs from
-a thread of its own: compiling it takes 70 ms the first time, and whatever fails here is nobody else's failure.
+a thread of its own: the first time takes 70 ms, and whatever fails here is nobody else's failure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from maru_shm.cuda.driver import CudaDriver
+from maru_shm.cuda.driver import CudaDriver, CudaError
 
 INTERVAL_S = 1.0
 STOP_S = 5.0
@@ -87,4 +87,7 @@ class Nudge:
 
 
 def _say(error: Exception) -> None:
-    log.info("decode steps of the engines may take 2 to 5 %% longer than they could: an empty kernel cannot be run (%s)", error)
+    log.info(
+        "decode steps of the engines may take 2 to 5 %% longer than they could: an empty kernel cannot be run (%s)", error,
+        exc_info=None if isinstance(error, CudaError) else error,
+    )  # fmt: skip
