@@ -85,7 +85,7 @@ class CacheList(msgspec.Struct, tag="cache_list"):
 
 
 class Pin(msgspec.Struct, tag="pin"):
-    """Exclude chunks from eviction (or end that); stops at the first key that is absent. Counted; ends with the sidecar."""
+    """Exclude chunks from eviction (or end that); stops at the first key that is absent. Counted; kept in the pool."""
 
     namespace: str
     keys: list[str]

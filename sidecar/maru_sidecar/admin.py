@@ -85,7 +85,7 @@ class AdminClient:
             left = None if left is None else left - len(page.chunks)
 
     def pin(self, namespace: str, keys: Sequence[str]) -> int:
-        """Exclude chunks from eviction until the sidecar ends; stops at the first absent key. Returns chunks pinned."""
+        """Exclude chunks from eviction, restarts included; stops at the first absent key. Returns chunks pinned."""
         return self._set_pinned(namespace, keys, pinned=True).n
 
     def unpin(self, namespace: str, keys: Sequence[str]) -> M.Done:

@@ -48,7 +48,7 @@ class Chunk:
         self.summed = 0
         self.children: Chunk | set[Chunk] | None = None
         self.pins = 0  #: references that forbid eviction: leases, copies, children in flight, and admin_pins
-        self.admin_pins = 0
+        self.admin_pins = 0  #: operators', kept in the slabs
         self.used = used  #: CLOCK_MONOTONIC ns
         self.queued = False
         self.live = True  #: in the index; a dropped chunk keeps its slabs until its last pin goes

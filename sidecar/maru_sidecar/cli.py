@@ -250,10 +250,10 @@ def pin_arguments(command: F) -> F:
 @admin_options
 @pin_arguments
 def cache_pin(socket: str | None, timeout: float, fmt: Format, namespace: str, keys: tuple[str, ...]) -> None:
-    """Exclude chunks from eviction until the sidecar ends; `-` reads keys from standard input.
+    """Exclude chunks from eviction until they are unpinned; `-` reads keys from standard input.
 
-    NAMESPACE and KEY name a chunk as `cache ls` lists it. Pins are not kept in the pool: after a restart the chunks are there,
-    and none is pinned. A pin counts: unpin a chunk as often as it was pinned.
+    NAMESPACE and KEY name a chunk as `cache ls` lists it. Pins are kept in the pool: they outlive the sidecar as the chunks do.
+    A pin counts: unpin a chunk as often as it was pinned.
 
     Stops at the first KEY that is absent, names it and exits with 10; the chunks before it stay pinned.
     """

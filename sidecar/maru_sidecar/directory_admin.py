@@ -58,7 +58,7 @@ class DirectoryAdmin:
             return sum(len(ns.chunks) for ns in self._held.namespaces.values() if namespace in (None, ns.id))
 
     def pin(self, namespace: bytes, keys: bytes, *, pinned: bool) -> tuple[int, int]:
-        """Exclude leading chunks from eviction, or undo that once; stops at the first absent key. Counted, not persistent.
+        """Exclude leading chunks from eviction, or undo that once; stops at the first absent key. Counted; kept in the slabs.
 
         Returns how many chunks were there and, of those to unpin, how many had no pin.
         """
@@ -70,13 +70,9 @@ class DirectoryAdmin:
                 if chunk is None:
                     break
                 if pinned:
-                    self._held.pin(chunk)
-                    chunk.admin_pins += 1
-                    self._held.admin_pins += 1
+                    self._held.keep_pins(chunk, chunk.admin_pins + 1)
                 elif chunk.admin_pins:
-                    chunk.admin_pins -= 1
-                    self._held.admin_pins -= 1
-                    self._held.unpin(chunk)
+                    self._held.keep_pins(chunk, chunk.admin_pins - 1)
                 else:
                     bare += 1
                 done += 1

@@ -92,10 +92,9 @@ class Holdings:
         ns.policy.gone(chunk)
         if chunk.missing:
             ns.incomplete -= 1
-        for _ in range(chunk.admin_pins):
-            self.admin_pins -= 1
-            chunk.pins -= 1
-            self.pinned -= chunk.pins == 0
+        self.admin_pins -= chunk.admin_pins
+        chunk.pins -= chunk.admin_pins
+        self.pinned -= chunk.admin_pins > 0 and chunk.pins == 0
         chunk.admin_pins = 0
         if parent is not None:
             self.offer(parent)
@@ -127,6 +126,21 @@ class Holdings:
                 self.offer(chunk)
             else:
                 self._free_chunk(chunk)
+
+    def keep_pins(self, chunk: Chunk, n: int) -> None:
+        """Give a chunk ``n`` pins of operators, in its slabs too: they outlive the sidecar."""
+        self.restore_pins(chunk, n)
+        for slab in filter(None, chunk.slabs):
+            self.regions.slabs.keep_pins(slab, n)
+        self.offer(chunk)
+
+    def restore_pins(self, chunk: Chunk, n: int) -> None:
+        """Give a chunk the ``n`` pins that a slab of it says it has."""
+        before, more = chunk.pins, n - chunk.admin_pins
+        chunk.pins += more
+        chunk.admin_pins = n
+        self.admin_pins += more
+        self.pinned += (chunk.pins > 0) - (before > 0)
 
     def offer(self, chunk: Chunk) -> None:
         """Tell the policy of a chunk that may go now; no effect on one that may not, or that it holds."""

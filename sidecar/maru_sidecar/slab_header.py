@@ -24,6 +24,7 @@ class SlabHeader(NamedTuple):
     tokens: int
     created_ns: int
     depth: int
+    pins: int = 0  #: operators' pins of the chunk, kept for the next sidecar; a new slab has none
 
 
 def slab_offset(base: int, number: int) -> int:
@@ -52,7 +53,7 @@ def encode(h: SlabHeader) -> bytes:
     record = np.zeros(1, F.SLAB_HEADER)
     record[0] = (
         0, F.SLAB_MAGIC, F.FORMAT, 0, h.namespace, h.key, h.parent, h.rank, h.world, h.data_bytes, h.checksum or 0, flags,
-        h.tokens, h.created_ns, h.depth, b"", b"",
+        h.tokens, h.created_ns, h.depth, b"", F.pins_word(h.pins), b"",
     )  # fmt: skip
     raw = bytearray(record.tobytes())
     struct.pack_into("<I", raw, 20, zlib.crc32(raw[F.SLAB_CRC_FROM : F.SLAB_CRC_TO]))
@@ -73,4 +74,5 @@ def decode(packed: bytes) -> SlabHeader:
         tokens=int(r["tokens"]),
         created_ns=int(r["created_ns"]),
         depth=int(r["depth"]),
+        pins=F.pins_of(int(r["pins"])),
     )

@@ -68,6 +68,11 @@ class SlabStates:
         self._words[slab >> 3] = self._words[slab >> 3] & ~0xFF | F.SlabState.COMMITTED
         failpoints.hit("commit.after_state")
 
+    def keep_pins(self, slab: int, n: int) -> None:
+        """Store operators' pins of a committed slab's chunk, if its region may be written."""
+        if self._rights.may_write(slab // self._region_bytes):
+            self._words[(slab + F.SLAB_PINS_OFFSET) >> 3] = F.pins_word(n)
+
     def begin_evict(self, slab: int) -> None:
         """EVICTING: no reader may start on it, and a restart frees it."""
         self.mark(slab, F.SlabState.EVICTING)

@@ -175,13 +175,19 @@ def test_http_serves_what_status_serves_once_it_is_configured() -> None:
         assert families == {re.split(r"[{ ]", line)[0] for line in samples}
 
 
-def test_pins_end_with_the_sidecar_as_the_help_says(sidecar: SidecarProcess) -> None:
+def test_pins_outlive_the_sidecar_as_the_help_says(sidecar: SidecarProcess) -> None:
     with Client(sidecar.socket, cache=KvCache()) as worker:
         worker.store(prompt_keys("a", 1), blocks(1))
         [chunk] = sidecar.chunks()
         assert maru(sidecar, "cache", "pin", chunk.namespace, chunk.key)["pinned"] == 1  # type: ignore[index]
         assert [c.pinned for c in sidecar.chunks()] == [True]
-    sidecar.stop()
+    for end in (sidecar.stop, sidecar.kill):
+        end()
+        sidecar.start()
+        assert [(c.key, c.pinned) for c in sidecar.chunks()] == [(chunk.key, True)]
+    assert maru(sidecar, "cache", "clear", "--all") == {"dropped": 0, "kept": 1}
+    assert maru(sidecar, "cache", "unpin", chunk.namespace, chunk.key)["unpinned"] == 1  # type: ignore[index]
+    sidecar.kill()
     sidecar.start()
     assert [(c.key, c.pinned) for c in sidecar.chunks()] == [(chunk.key, False)]
-    assert "until the sidecar ends" in command("maru_sidecar", "cache", "pin", "--help").stdout
+    assert "outlive the sidecar" in command("maru_sidecar", "cache", "pin", "--help").stdout

@@ -8,6 +8,7 @@ import pytest
 from tests.support.pool_cases import KEY, NAMESPACE, NBYTES, MiB, chain, key, reserve, store, temporary_pool
 
 from maru_shm import poolformat as F
+from maru_sidecar import recovery
 from maru_sidecar.directory import Directory
 from maru_sidecar.pool import PoolFile
 from maru_sidecar.slab_handles import Reservation
@@ -64,6 +65,39 @@ def test_an_operators_pin_ends_with_a_dropped_chunk(pool: PoolFile, directory: D
     directory.drop(NAMESPACE, key("a"), 0)
     stats = directory.admin.stats()
     assert (stats["pins"], stats["chunks_pinned"], stats["bytes_used"]) == (0, 0, 0)
+
+
+def test_operators_pins_are_found_again_by_the_next_sidecar(pool: PoolFile, directory: Directory) -> None:
+    for rank in range(2):
+        store(pool, directory, chain("a", 3), rank=rank, world=2)
+        directory.admin.pin(NAMESPACE, key("a/0"), pinned=True)  # the second time in the slabs of both ranks
+    directory.admin.pin(NAMESPACE, chain("a", 2), pinned=True)
+    directory.admin.pin(NAMESPACE, chain("a", 3), pinned=True)
+    directory.admin.pin(NAMESPACE, chain("a", 3)[2 * KEY :], pinned=False)
+    following = Directory(pool)
+    following.rebuild()
+    stats = following.admin.stats()
+    assert (stats["pins"], stats["chunks_pinned"]) == (4 + 2, 2)
+    assert following.admin.clear() == 1
+    assert following.admin.pin(NAMESPACE, chain("a", 2), pinned=False) == (2, 0)
+    assert following.admin.pin(NAMESPACE, chain("a", 2), pinned=False) == (2, 0)
+    assert following.admin.clear() == 1  # the first still has two
+    assert following.admin.pin(NAMESPACE, key("a/0"), pinned=False) == (1, 0)
+    assert following.admin.pin(NAMESPACE, key("a/0"), pinned=False) == (1, 0)
+    assert following.admin.clear() == 1
+
+
+def test_a_slab_that_is_stored_again_has_no_pins_and_stray_bits_are_none(pool: PoolFile, directory: Directory) -> None:
+    store(pool, directory, key("a"))
+    directory.admin.pin(NAMESPACE, key("a"), pinned=True)
+    directory.drop(NAMESPACE, key("a"), 0)
+    store(pool, directory, key("b"))
+    [slab] = [slab for slab, _ in recovery.recover(pool, directory._regions).slabs]
+    for word in (0, 1, 1 << 63, 0xFFFF_FFFF << 32, (1 << 64) - 1):
+        pool.words[(slab + F.SLAB_PINS_OFFSET) >> 3] = word or pool.words[(slab + F.SLAB_PINS_OFFSET) >> 3]
+        following = Directory(pool)
+        following.rebuild()
+        assert (following.admin.stats()["chunks"], following.admin.stats()["pins"]) == (1, 0)
 
 
 def test_pages_list_every_chunk_once_in_key_order(pool: PoolFile, directory: Directory) -> None:
