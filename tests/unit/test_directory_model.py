@@ -6,6 +6,8 @@ bytes, the loss of something pinned, a parent leaving before its child, a slab w
 
 from __future__ import annotations
 
+from collections import Counter
+
 import xxhash
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -55,6 +57,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.committed: set[Name] = set()  #: and not seen to be gone since
         self.reservations: dict[Name, Reservation] = {}
         self.pinned: dict[object, set[tuple[int, bytes]]] = {}  #: lease or copy → chunks that may not go
+        self.operators: Counter[tuple[int, bytes]] = Counter()  #: their pins
         self.before: dict[tuple[int, bytes], bytes] = {}  #: chunks present after the last rule, and their parents
         self.may_vanish: set[tuple[int, bytes]] = set()  #: dropped in this rule
 
@@ -155,6 +158,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         name = (n, TREE[p, d])
         if self.directory.drop(NAMESPACES[n], name[1], rank):
             self.may_vanish.add(name)
+            self.operators.pop(name, None)
             for names in self.pinned.values():
                 names.discard(name)
 
@@ -168,6 +172,14 @@ class DirectoryMachine(RuleBasedStateMachine):
                 path, depth = next(at for at, k in TREE.items() if k == chunk.key)
                 self.drop(n, path, depth, next(rank for rank, slab in enumerate(chunk.slabs) if slab))
 
+    @rule(n=namespaces, p=paths, length=st.integers(1, DEPTH), pinned=st.booleans())
+    def operator_pins(self, n: int, p: int, length: int, *, pinned: bool) -> None:
+        done, bare = self.directory.admin.pin(NAMESPACES[n], prefix(p)[: length * KEY], pinned=pinned)
+        names = [(n, TREE[p, d]) for d in range(done)]
+        assert bare == (0 if pinned else sum(not self.operators[name] for name in names))
+        for name in names:
+            self.operators[name] = max(0, self.operators[name] + (1 if pinned else -1))
+
     @rule(n=st.none() | namespaces)
     def clear(self, n: int | None) -> None:
         self.directory.admin.clear(None if n is None else NAMESPACES[n])
@@ -175,7 +187,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.committed)
     @rule()
     def sidecar_is_killed(self) -> None:
-        """Pins and half-written slabs go; what was committed stays."""
+        """Leases, copies and half-written slabs go; what was committed stays, and so do operators' pins."""
         before = self.present()
         n_writing = len(self.reservations)
         self.pool.close(clean=False)
@@ -204,6 +216,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         there = {(n, k) for n, k, _ in present}
         for names in self.pinned.values():
             assert names <= there
+        assert set(+self.operators) <= there
+        assert Counter({(n, chunk.key): chunk.admin_pins for n, chunk in self.chunks()}) == self.operators
 
     @invariant()
     def no_parent_leaves_before_its_child(self) -> None:
