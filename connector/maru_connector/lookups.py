@@ -27,6 +27,7 @@ logger = get_logger("maru_connector")
 MAX_UNANSWERED = 4  #: lookups without an answer; beyond, the sidecar is taken for stalled and everything misses at once
 EARLY_LOOKUPS = 64  #: lookups posted at arrival; a longer queue looks up when its turn comes, before its lease runs out
 LEASE_MARGIN_NS = 2_000_000_000  #: a lease about to end is not built upon
+RENEWALS = 3  #: lookups a request makes anew because its lease was about to end; then it misses
 
 
 class NoAnswer(enum.Enum):
@@ -104,10 +105,24 @@ class Lookups:
             state.known_hits = -1
             return self._while_attaching()
         if lookup.hits and lookup.deadline - time.monotonic_ns() < LEASE_MARGIN_NS:
-            self.drop(state)  # it waited in the queue for longer than the lease lives: ask anew
-            state.known_hits = -1
-            return NoAnswer.LATER
+            return self._about_to_end(state)
         return lookup
+
+    def _about_to_end(self, state: RequestState) -> NoAnswer:
+        """It waited in the queue for longer than the lease lives: ask anew. Leases may be shorter than any wait, so not for ever."""
+        self.drop(state)
+        state.known_hits = -1
+        state.renewals += 1
+        if state.renewals <= RENEWALS:
+            return NoAnswer.LATER
+        state.may_look_up = False
+        self._once.warning(
+            "short leases",
+            "maru: the lease of a hit was about to end %d times before it could be used: a miss. The sidecar's cache.lease_ttl_s,"
+            " or in a shared pool server.pin_ttl_s and the server's --max-pin-ms, should be ten seconds or more.",
+            state.renewals,
+        )
+        return NoAnswer.MISS
 
     def _while_attaching(self) -> NoAnswer:
         """A sidecar has just come (back): its first requests are worth a moment, since a miss costs their whole prefill.

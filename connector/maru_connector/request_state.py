@@ -43,7 +43,8 @@ class RequestState:
     keys: ChunkKeys
     phase: Phase = Phase.ACTIVE
     lookup: Lookup | None = None
-    may_look_up: bool = True  #: False after a failed load, a lookup that was not answered, or by the request's own wish
+    may_look_up: bool = True  #: False after a failed load, a lookup that was not answered, leases too short, or by its own wish
+    renewals: int = 0  #: lookups made anew because the lease was about to end
     preemptions: int = 0  #: as of the last time it was asked about
     known_hits: int = -1  #: leading chunks the last answered lookup found, -1 before the first
     claimed_from: int = 0  #: local tokens under the hit that was claimed last

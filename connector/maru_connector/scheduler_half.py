@@ -32,6 +32,8 @@ from maru_shm import keys as K
 from maru_shm import layout as L
 
 _MISS = (0, False)
+#: Statuses of a request that ends while a step with it may be running, or because its load failed.
+_UNFINISHED = frozenset({"FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED"})
 
 
 class SchedulerHalf:
@@ -61,6 +63,7 @@ class SchedulerHalf:
         self._last_use = np.zeros(num_blocks, dtype=np.int64)  # block → last step that could write it
         self._fence_floor = 0
         self._loads: list[LoadJob] = []
+        self._inside: set[str] = set()  # requests with a load inside a step whose outcome is not known
         self._cancels: list[str] = []
         self._step = 0
         self._loras = namespace.LoraIdentities()
@@ -174,7 +177,9 @@ class SchedulerHalf:
         self._parked += state.parked_blocks
         state.stored = max(state.stored, last)
         self._stats.add(hits=1, hit_tokens=n)
-        if not state.job.synchronous:
+        if state.job.synchronous:
+            self._inside.add(request.request_id)
+        else:
             state.phase = Phase.LOADING
 
     def build_connector_meta(self, output: Any) -> StepMetadata:
@@ -205,6 +210,11 @@ class SchedulerHalf:
         return meta
 
     def _track(self, output: Any, scheduled: dict[str, int], session: Session | None) -> None:
+        """What this step computes, and what of it is to be stored.
+
+        Nothing, while a load inside a step may still fail: whoever computes on top of it, or on blocks shared with it, computes
+        garbage then, which vLLM computes again and the pool would keep.
+        """
         requests = self._requests
         for request_id in output.preempted_req_ids or ():
             state = requests.get(request_id)
@@ -234,7 +244,7 @@ class SchedulerHalf:
                 continue
             state.last_step = step
             computed = state.request.num_computed_tokens + n_tokens
-            if computed >= state.store_at and state.may_store and session is not None:
+            if computed >= state.store_at and state.may_store and session is not None and not self._inside:
                 self._stores.plan(state, min(computed, state.request.num_tokens))
 
     def _blocks_freed(self, block_ids: Iterable[int], last_step: int) -> None:
@@ -272,6 +282,7 @@ class SchedulerHalf:
 
     def _load_over(self, state: RequestState) -> None:
         lease, state.lease, state.job = state.lease, None, None
+        self._inside.discard(state.request.request_id)
         self._parked -= state.parked_blocks
         state.parked_blocks = 0
         if lease is not None:
@@ -298,7 +309,8 @@ class SchedulerHalf:
         if block_ids:
             # The last token sampled has no KV unless a further step was launched: never counted.
             tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-            if state.may_store and self.link.session is not None:
+            believed = not self._inside or request.status.name not in _UNFINISHED
+            if state.may_store and self.link.session is not None and believed:
                 self._stores.plan(state, tokens)
             if (left := tokens // self.options.chunk_tokens - state.stored) > 0:
                 self._stats.add(chunks_not_stored=left)

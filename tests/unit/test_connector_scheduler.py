@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from tests.support.connector_peer import Peer, PeerSession
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from maru_connector.link import SidecarLink
 from maru_connector.metadata import StepMetadata, WorkerReport
@@ -46,6 +46,7 @@ class World:
 
     def __init__(self, directory: Path) -> None:
         self.hits = 100
+        self.lease_s = 60.0
         self.silent = False
         self.unanswered: list[tuple[PeerSession, RingRequest]] = []
         self.granted: set[int] = set()
@@ -76,7 +77,7 @@ class World:
             self.unanswered.append((session, request))
             return
         n = min(self.hits, request.n_keys)
-        deadline = time.monotonic_ns() + 60 * 10**9 if n else 0
+        deadline = time.monotonic_ns() + int(self.lease_s * 1e9) if n else 0
         if n:
             self.granted.add(request.ticket)
         session.records.complete(request.ticket, L.State.DONE, n_done=n, deadline=deadline)
@@ -174,6 +175,78 @@ def test_a_synchronous_hit_leaves_a_token_to_compute(world: World) -> None:
     world.report(report=WorkerReport(loads_done={"a": 1}))
     assert world.peer.released == []
     world.report(report=WorkerReport(loads_done={"a": 1}))
+    assert world.no_lease_is_left()
+
+
+def inside(world: World, one: Request, n_blocks: int, tokens: int, **others: int) -> StepMetadata:
+    """Admit a hit that is loaded inside its step, which computes ``tokens`` more; ``others`` are scheduled beside it."""
+    n, deferred = world.ask(one)
+    assert n
+    assert not deferred
+    blocks = list(range(1, 1 + n_blocks))
+    world.half.update_state_after_alloc(one, Blocks(blocks), n)
+    one.num_computed_tokens = n
+    meta = world.step({one.request_id: tokens, **others}, new={one.request_id: blocks})
+    one.num_computed_tokens += tokens
+    return meta
+
+
+@pytest.fixture
+def synchronous(world: World) -> World:
+    world.half.shutdown()
+    world.open(deferred=False)
+    world.hits = 1
+    return world
+
+
+def test_what_is_computed_on_a_load_inside_the_step_is_stored_when_that_has_arrived_on_all_ranks(synchronous: World) -> None:
+    world = synchronous
+    one = request(200)
+    world.half.on_new_request(one)
+    assert inside(world, one, 13, 136).stores == []
+    world.report(report=WorkerReport(loads_done={"a": 1}))
+    assert world.step({"a": 1}).stores == []  # one rank of two
+    world.report(report=WorkerReport(loads_done={"a": 1}))
+    (job,) = world.step({"a": 1}).stores
+    assert (job.depth, len(job.keys)) == (1, 3 * 16)
+
+
+def test_a_failed_load_inside_a_step_stores_nothing_before_it_was_computed_again(synchronous: World) -> None:
+    world = synchronous
+    world.hits = 0
+    sharer = request(200, "sharer", seed=1)
+    world.half.on_new_request(sharer)
+    start(world, sharer, list(range(20, 33)), 64)
+    world.hits = 1
+    one = request(200)
+    world.half.on_new_request(one)
+    assert inside(world, one, 13, 136, sharer=136).stores == []
+    sharer.num_computed_tokens = 200
+    world.report(report=WorkerReport(loads_failed={"a"}, loads_done={"a": 2}))
+    one.num_computed_tokens = 0  # as vLLM has it recomputed
+    (beside,) = world.step({"a": 100, "sharer": 1}).stores
+    assert beside.request_id == "sharer"
+    world.stored(beside.job)
+    one.num_computed_tokens = 100
+    (job,) = world.step({"a": 100}).stores
+    assert (job.request_id, job.depth, len(job.keys)) == ("a", 0, 4 * 16)
+
+
+@pytest.mark.parametrize(
+    ("status", "stored"),
+    [(RequestStatus.FINISHED_LENGTH_CAPPED, 1), (RequestStatus.FINISHED_STOPPED, 1), (RequestStatus.FINISHED_ABORTED, 0)],
+)
+def test_a_request_that_ends_before_its_load_is_reported_is_stored_only_if_its_step_was_sound(
+    synchronous: World, status: RequestStatus, stored: int
+) -> None:
+    world = synchronous
+    one = request(200)
+    world.half.on_new_request(one)
+    inside(world, one, 13, 136)
+    one.status = status  # vLLM tells of an end before it tells of loads
+    world.half.request_finished(one, list(range(1, 14)))
+    assert len(world.step().stores) == stored
+    world.report(report=WorkerReport(loads_done={"a": 2}))
     assert world.no_lease_is_left()
 
 
@@ -275,6 +348,20 @@ def test_a_lookup_that_is_not_answered_becomes_a_miss_and_its_late_lease_is_give
     world.granted.add(posted.ticket)
     session.records.complete(posted.ticket, L.State.DONE, n_done=3, deadline=time.monotonic_ns() + 10**10)
     assert world.no_lease_is_left()
+
+
+@pytest.mark.parametrize("lease_s", [0.0, 1.0])
+def test_leases_too_short_to_be_used_become_a_miss_and_are_given_back(world: World, lease_s: float) -> None:
+    world.lease_s = lease_s
+    one = request(200)
+    world.half.on_new_request(one)
+    assert world.ask(one) == (0, False)
+    assert len(world.granted) <= 4
+    assert world.no_lease_is_left()
+    world.lease_s = 60.0
+    other = request(200, "b", seed=1)
+    world.half.on_new_request(other)
+    assert world.ask(other) == (192, True)
 
 
 def test_a_stalled_sidecar_is_not_asked_for_ever(world: World) -> None:
