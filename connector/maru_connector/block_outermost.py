@@ -44,7 +44,7 @@ def preferred_layout(vllm_config: VllmConfig) -> str | None:
         from vllm.v1.kv_cache_layout import KVCacheLayout
     except ImportError:  # 0.26: names are NHD and HND, and say nothing of layers
         return None
-    if not _suits(vllm_config, unless_set=False) or _asked_by_multi_connector():
+    if not _suits(vllm_config, unless_set=False) or made_by_multi_connector():
         return None
     from vllm.platforms import current_platform
 
@@ -97,7 +97,7 @@ def _suits(config: VllmConfig, *, unless_set: bool) -> bool:
     )
 
 
-def _asked_by_multi_connector() -> bool:
+def made_by_multi_connector() -> bool:
     """A child's configuration does not mention its siblings, so it is recognised by who is calling."""
     frame = sys._getframe(1)
     for _ in range(_CALLERS):

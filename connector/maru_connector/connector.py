@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from maru_connector import block_outermost, layout, namespace
 from maru_connector.fence import HostFence, StepFence
@@ -52,7 +52,12 @@ else:
 
 
 class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """See the module. A model or layout that cannot be cached runs as if there were no connector, after one log line."""
+    """See the module. A model or layout that cannot be cached runs as if there were no connector, after one log line.
+
+    All but one: attention and Mamba layers in one model need vLLM's hybrid KV cache manager, which vLLM turns off for any
+    connector that is not ``SupportsHMA``; such a model does not start. With ``SupportsHMA``, models with sliding windows would
+    have several KV cache groups, and would not be cached; as it is, all their layers are kept as if they had full attention.
+    """
 
     if _HIT_SOURCE is not None:
         _cache_hit_source = _HIT_SOURCE
@@ -73,6 +78,7 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if reason is not None:
             if is_scheduler:
                 logger.warning("maru: this engine runs without the cache: %s.", reason)
+            self.__class__ = _Uncached
             return
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._block_tokens: int = spec.block_size
@@ -94,6 +100,11 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if transfer.kv_load_failure_policy != "recompute":
             logger.info("maru: kv_load_failure_policy is %r; using 'recompute'.", transfer.kv_load_failure_policy)
             transfer.kv_load_failure_policy = "recompute"
+            if block_outermost.made_by_multi_connector():
+                logger.warning(
+                    "maru: beside other connectors, vLLM goes by MultiConnector's own kv_load_failure_policy: set it to 'recompute',"
+                    " or a load that fails is a failed request."
+                )
         if not (transfer.is_kv_producer and transfer.is_kv_consumer):
             logger.warning("maru: kv_role is %r; 'kv_both' stores and loads.", transfer.kv_role)
         deferred = self._options.deferred_load
@@ -291,6 +302,15 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler.shutdown()
         if self._worker is not None:
             self._worker.detach()
+
+
+class _Uncached(MaruSidecarConnector, SupportsHMA):  # type: ignore[misc]
+    """The connector of an engine that is not cached: there may be several KV cache groups, or none (encoders), and for
+    a connector that is not ``SupportsHMA`` vLLM asserts that there is one when a request has finished.
+    """
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
 
 
 def _calls_layer_hooks(forward_context: Any) -> bool:

@@ -1,8 +1,8 @@
 """What a user may set in ``kv_connector_extra_config``, parsed and checked once.
 
-Keys are ``maru.<field>``, e.g. ``{"maru.socket": "/run/maru/control.sock", "maru.chunk_tokens": 256}``. A ``maru.*`` key that
-is not a field, and a ``maru_*`` key that is none of the names below, is a :class:`~maru_shm.errors.ConfigError` that names the
-nearest one; other keys are somebody else's.
+Keys are ``maru.<field>``, e.g. ``{"maru.socket": "/run/maru/control.sock", "maru.chunk_tokens": 256}``. Any other key that begins
+with ``maru`` and ``.``, ``_`` or ``-``, in whatever case, and is none of the names below, is a
+:class:`~maru_shm.errors.ConfigError` that names the nearest one; other keys are somebody else's.
 
 The names of the in-engine connector this project descends from still work as aliases:
 
@@ -78,7 +78,7 @@ _TYPES: dict[str, type] = {
     "load_timeout_s": float, "store_timeout_s": float,
     "attach_timeout_s": float, "max_records": int, "min_hit_tokens": int, "max_parked_share": float, "max_pinned_share": float,
 }  # fmt: skip
-_OURS = ("maru.", "maru_")  #: whoever else reads the same dictionary has other prefixes
+_OURS = ("maru.", "maru_", "maru-")  #: in any case; whoever else reads the same dictionary has other prefixes
 _POSITIVE = ("chunk_tokens", "max_records", "load_timeout_s", "store_timeout_s")
 _SHARES = ("max_parked_share", "max_pinned_share")
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -92,11 +92,11 @@ def parse_options(extra: Mapping[str, object] | None) -> Options:
         if key in SIDECAR_OWNED:
             ignored.append(key)
             continue
-        if not key.startswith(_OURS):
+        if not key.lower().startswith(_OURS):
             continue
         name = ALIASES.get(key) or (key.removeprefix(PREFIX) if key.startswith(PREFIX) else "")
         if name not in _TYPES:
-            raise ConfigError(f"kv_connector_extra_config has no option {key!r}", _nearest(key))
+            raise ConfigError(f"kv_connector_extra_config has no option {key!r}", _nearest(key.lower()))
         if name in values:
             raise ConfigError(f"kv_connector_extra_config sets {PREFIX}{name} twice ({key!r} is an alias)", "keep one of them")
         values[name] = _convert(key, raw, _TYPES[name])
@@ -130,7 +130,7 @@ def _convert(key: str, raw: object, kind: type) -> object:
             value = kind(raw)
             if kind is float or value == float(raw):
                 return value
-    except ValueError as e:
+    except (ValueError, OverflowError) as e:  # JSON knows Infinity
         raise ConfigError(f"{key} is {raw!r}", f"expected {kind.__name__}") from e
     raise ConfigError(f"{key} is {raw!r}", f"expected {kind.__name__}")
 

@@ -58,3 +58,4 @@ class RequestState:
     stored: int = 0
     store_at: int = 0  #: tokens computed from which a store may be due
     may_store: bool = True
+    stale: bool = False  #: its blocks hold KV of before a reset; not once it was preempted

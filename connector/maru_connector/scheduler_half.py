@@ -222,11 +222,11 @@ class SchedulerHalf:
                 self._fence_floor = self._step - 1  # an uncacheable request: its blocks are not known here
             else:
                 self._blocks_freed(state.block_ids, state.last_step)
-                state.block_ids = []
+                self._has_blocks(state, [])
         for new in output.scheduled_new_reqs:
             state = requests.get(new.req_id)
             if state is not None:
-                state.block_ids = list(new.block_ids[0])
+                self._has_blocks(state, list(new.block_ids[0]))
         cached = output.scheduled_cached_reqs
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if block_ids is None:
@@ -234,7 +234,7 @@ class SchedulerHalf:
             state = requests.get(request_id)
             if state is not None:
                 if request_id in cached.resumed_req_ids:
-                    state.block_ids = list(block_ids[0])
+                    self._has_blocks(state, list(block_ids[0]))
                 else:
                     state.block_ids += block_ids[0]
         step = self._step
@@ -246,6 +246,12 @@ class SchedulerHalf:
             computed = state.request.num_computed_tokens + n_tokens
             if computed >= state.store_at and state.may_store and session is not None and not self._inside:
                 self._stores.plan(state, min(computed, state.request.num_tokens))
+
+    def _has_blocks(self, state: RequestState, block_ids: list[int]) -> None:
+        """A block table of its own: first, none any more, or another one."""
+        state.block_ids = block_ids
+        if state.stale:
+            state.stale, state.may_store = False, self._may_store
 
     def _blocks_freed(self, block_ids: Iterable[int], last_step: int) -> None:
         """Remember when blocks were last written: a load into them waits for that step and no other."""
@@ -304,8 +310,8 @@ class SchedulerHalf:
             state.phase = Phase.ABORTED
             self._cancels.append(request.request_id)
             return
+        self._blocks_freed({*state.block_ids, *block_ids}, state.last_step)  # vLLM names those of computed tokens
         state.block_ids = block_ids
-        self._blocks_freed(block_ids, state.last_step)
         if block_ids:
             # The last token sampled has no KV unless a further step was launched: never counted.
             tokens = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -341,8 +347,8 @@ class SchedulerHalf:
             fresh = self._new_state(state.request)
             fresh.block_ids, fresh.last_step, fresh.job, fresh.lease = state.block_ids, state.last_step, state.job, state.lease
             fresh.parked_blocks, fresh.ranks_left = state.parked_blocks, state.ranks_left
-            # Blocks it still holds are of before the reset; preemption drops them.
-            fresh.may_store = self._may_store and not state.block_ids
+            fresh.stale = bool(state.block_ids)
+            fresh.may_store = self._may_store and not fresh.stale
             self._requests[request_id] = fresh
         return True
 

@@ -16,6 +16,64 @@ if TYPE_CHECKING:
 PARKED = "WAITING_FOR_REMOTE_KVS"
 
 
+@case
+def an_engine_with_no_kv_cache_at_all_runs_as_without_a_connector(world: World) -> None:
+    """Encoders have none. vLLM asserts that there is one group when a request ends, unless a connector takes any number."""
+    from tests.support.vllm_sched import Settings, vllm_config
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config = vllm_config(Settings(world.sidecar.socket), world.model)
+    config.cache_config.enable_prefix_caching = False
+    scheduler = config.scheduler_config.get_scheduler_cls()(
+        vllm_config=config, kv_cache_config=KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[]),
+        structured_output_manager=StructuredOutputManager(config), block_size=16, log_stats=True,
+    )  # fmt: skip
+    scheduler.add_request(
+        Request(
+            request_id="a", prompt_token_ids=prompt(1, 40), sampling_params=SamplingParams(max_tokens=1), pooling_params=None
+        )
+    )
+    assert scheduler.schedule().num_scheduled_tokens == {"a": 40}
+    scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    assert not scheduler.has_unfinished_requests()
+
+
+@case
+def beside_other_connectors_a_policy_that_fails_requests_is_warned_of(world: World) -> None:
+    from unittest import mock
+
+    from tests.support.vllm_sched import Settings, vllm_config
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from maru_connector import connector, namespace
+
+    config = vllm_config(Settings(world.sidecar.socket), world.model)
+    alone = config.kv_transfer_config
+    child = {name: getattr(alone, name) for name in ("kv_connector", "kv_connector_module_path", "kv_role")}
+    several = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both",
+        kv_connector_extra_config={"connectors": [{**child, "kv_connector_extra_config": alone.kv_connector_extra_config}]},
+    )  # fmt: skip
+    cache = KVCacheConfig(
+        num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[mock.Mock(kv_cache_spec=mock.Mock(block_size=16))]
+    )
+    for transfer, warned in ((alone, 0), (several, 1)):
+        config.kv_transfer_config = transfer
+        with (
+            mock.patch.object(connector.logger, "warning") as warning,
+            mock.patch.object(namespace, "declined", return_value=None),
+            mock.patch.object(namespace, "model_facts", return_value={}),
+        ):
+            KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache).shutdown()
+        assert sum("kv_load_failure_policy" in str(call) for call in warning.call_args_list) == warned, warning.call_args_list
+
+
 def _damaged_chunk(world: World, depth: int) -> None:
     world.warm(prompt(1, 320))
     assert flip_slabs(world.sidecar.pool, depth=depth) == 1

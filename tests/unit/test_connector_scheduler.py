@@ -550,6 +550,24 @@ def test_after_a_reset_nothing_stored_before_is_asked_for(world: World) -> None:
     assert world.no_lease_is_left()
 
 
+def test_a_request_that_is_preempted_after_a_reset_is_stored_again_and_one_that_is_not_is_not(cold: World) -> None:
+    preempted, kept = request(70, "p"), request(70, "k", seed=1)
+    for i, one in enumerate((preempted, kept)):
+        cold.half.on_new_request(one)
+        for job in start(cold, one, list(range(1 + 8 * i, 6 + 8 * i)), 70).stores:
+            cold.stored(job.job)
+    cold.half.reset_cache()
+    for one in (preempted, kept):
+        one.append_output_token_ids(list(range(60)))
+        one.num_computed_tokens = 129
+    preempted.num_computed_tokens = 0
+    cold.step(preempted={"p"})
+    meta = cold.step({"p": 130, "k": 1}, new={"p": list(range(20, 29))}, more={"k": [30, 31, 32]})
+    assert {(job.request_id, job.depth) for job in meta.stores} == {("p", 0)}
+    for one in (preempted, kept):
+        cold.half.request_finished(one, [])
+
+
 # --- any order of events -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(12))
 def test_no_order_of_events_leaks_a_lease_or_a_pin(world: World, seed: int) -> None:
