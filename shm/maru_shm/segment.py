@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import posix_ipc
 
+from maru_shm import file_limit
 from maru_shm import layout as L
 from maru_shm.errors import SegmentCorrupt, SegmentError, SegmentNotReady, SegmentVersionMismatch
 
@@ -141,8 +142,8 @@ def create(info: SegmentInfo, mode: int = 0o600) -> Segment:
     except OSError as e:
         os.close(fd)
         unlink(info.name)
-        hint = "enlarge /dev/shm or lower the record limits" if e.errno == errno.ENOSPC else "see errno"
-        raise SegmentError(f"segment {info.name} of {total} bytes: {e.strerror}", hint) from e
+        hint = "enlarge /dev/shm or lower the record limits" if e.errno == errno.ENOSPC else file_limit.remedy_for(total)
+        raise SegmentError(f"segment {info.name} of {total} bytes: {e.strerror}", hint or "see errno") from e
     s = info.shape
     L.STATIC.pack_into(
         segment.bytes, L.STATIC_OFFSET, L.ENDIAN_MARK, L.ABI_MAJOR, L.ABI_MINOR, total, info.generation, info.session,

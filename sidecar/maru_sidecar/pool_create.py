@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 
+from maru_shm import file_limit
 from maru_shm import poolformat as F
 from maru_shm.errors import PoolError, PoolTooLarge
 from maru_sidecar import hostmemory
@@ -86,6 +87,8 @@ def size_file(
                     progress(done, total)
                 os.posix_fallocate(fd, done, min(_SLICE, total - done))
     except OSError as e:
+        if limit := file_limit.remedy_for(total):
+            raise PoolTooLarge(f"pool {name} of {total} bytes: {e.strerror}", limit) from e
         if e.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
             raise PoolError(f"pool {name} of {total} bytes: {e.strerror}", "check the filesystem") from e
         free = hostmemory.free_bytes(fd, hostmemory.filesystem_of(fd)) or 0

@@ -41,7 +41,8 @@ def temporary_pool(regions: int, region_size: int = MiB) -> Iterator[PoolFile]:
         yield pool
     finally:
         pool.close(clean=False)
-        Path(pool.spec.file_path).unlink(missing_ok=True)
+        for left in (pool.spec.file_path, f"{pool.spec.file_path}.lock"):
+            Path(left).unlink(missing_ok=True)
 
 
 def reopen(pool: PoolFile) -> PoolFile:

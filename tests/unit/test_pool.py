@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.support.limits import file_size_limit
 from tests.support.pool_specs import SIZE, MiB, file_spec, shm_spec
 
 from maru_shm import poolformat as F
@@ -92,6 +93,37 @@ def test_an_empty_file_prepared_by_the_operator_becomes_a_pool_and_keeps_its_mod
     assert path.stat().st_mode & 0o777 == 0o640
 
 
+def test_a_new_pool_has_its_mode_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        PoolFile.open(file_spec(tmp_path / "pool", mode=0o640)).close(clean=True)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "pool").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "renamed"])
+def test_a_pool_whose_file_is_taken_away_says_so(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "pool"
+    pool = PoolFile.open(file_spec(path))
+    try:
+        opened = pool.warnings
+        assert not any("pool_removed" in warning for warning in opened)
+        if how == "removed":
+            path.unlink()
+        elif how == "replaced":
+            (tmp_path / "other").touch()
+            (tmp_path / "other").rename(path)
+        else:
+            path.rename(tmp_path / "elsewhere")
+        assert pool.warnings[:-1] == opened
+        assert pool.warnings[-1].startswith(f"pool_removed: {path} was removed or replaced; its memory stays taken")
+        pool.bytes[MiB : MiB + 4] = b"kept"  # it works on
+    finally:
+        pool.close(clean=False)
+    assert pool.warnings == opened  # closed: it has no file any more
+
+
 def test_closing_twice_is_harmless_and_views_outlive_the_pool(spec: PoolSpec) -> None:
     pool = PoolFile.open(spec)
     view = pool.bytes[:8]
@@ -111,6 +143,7 @@ def test_a_pool_comes_from_a_memfd_and_outlives_its_first_user() -> None:
     fd = os.memfd_create("maru-test")
     spec = PoolSpec(path=f"maru-test-pool-{os.getpid()}-memfd", size=SIZE)
     first = PoolFile.from_fd(fd, spec)
+    assert not any("pool_removed" in warning for warning in first.warnings)  # it never had a name
     first.bytes[MiB : MiB + 4] = b"kept"
     with pytest.raises(PoolBusy):
         PoolFile.from_fd(fd, spec)
@@ -342,6 +375,13 @@ def test_a_pool_larger_than_a_small_tmpfs_is_refused_before_anything_is_allocate
     with pytest.raises(PoolTooLarge, match=f"wants {SIZE} bytes"):
         PoolFile.open(file_spec(small_tmpfs / "pool"))
     assert list(small_tmpfs.iterdir()) == []
+
+
+def test_a_pool_past_this_processs_limit_on_files_is_refused_with_that_limit(spec: PoolSpec) -> None:
+    with file_size_limit(1 << 20), pytest.raises(PoolTooLarge, match=r"limit on file sizes, 1048576 bytes .*LimitFSIZE"):
+        PoolFile.open(spec)
+    assert not os.path.exists(spec.file_path)
+    PoolFile.open(spec).close(clean=True)
 
 
 def test_space_that_vanishes_during_creation_is_refused_and_given_back(small_tmpfs: Path) -> None:

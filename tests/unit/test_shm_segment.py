@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from test_shm_ring_records import SHAPE, make_info
+from tests.support.limits import file_size_limit
 from tests.support.waiting import until
 
 from maru_shm import layout as L
@@ -47,6 +48,12 @@ def test_a_read_only_view_cannot_be_written(segment: S.Segment) -> None:
 def test_the_same_name_is_not_created_twice(segment: S.Segment) -> None:
     with pytest.raises(SegmentError, match="exists"):
         S.create(segment.info)
+
+
+def test_a_segment_past_this_processs_limit_on_files_is_refused_with_that_limit() -> None:
+    with file_size_limit(4096), pytest.raises(SegmentError, match=r"limit on file sizes, 4096 bytes .*LimitFSIZE"):
+        S.create(make_info(session=8))
+    assert not list(S.list_names("0123abcd"))
 
 
 def test_a_segment_without_its_magic_is_not_ready(segment: S.Segment) -> None:
