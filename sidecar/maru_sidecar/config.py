@@ -2,33 +2,29 @@
 
 A setting is addressed the same way everywhere: ``[pool] size`` in the file, ``MARU_POOL_SIZE`` in the environment,
 ``pool.size`` among the flags; the control socket has a short name too, ``MARU_SOCKET``, which engines and commands read as
-well. Sizes are bytes and may be written ``"64GiB"``. An unknown key, a wrong type or a value out of bounds is a
-:class:`~maru_shm.errors.ConfigError` that names the key, where it was read and what would be right.
+well. Sizes are bytes and may be written ``"64GiB"``, permission bits are octal (``config_values.py``). An unknown key, a wrong
+type or a value out of bounds (``config_rules.py``) is a :class:`~maru_shm.errors.ConfigError` that names the key, where it was
+read and what would be right.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-import re
 import tomllib
-import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from maru_shm.endpoint import is_local, normal_endpoint
-from maru_shm.errors import ConfigError, MaruError
+from maru_shm.endpoint import normal_endpoint
+from maru_shm.errors import ConfigError
 from maru_shm.socket_path import VARIABLES, default_socket_path, socket_variable
+from maru_sidecar.config_rules import rules
+from maru_sidecar.config_values import MODES, value_of, wanted
 from maru_sidecar.pool_spec import PoolSpec
 
 ENV_PREFIX = "MARU_"
-_UNITS = {
-    "": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-}  # fmt: skip
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
 
 
 class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -105,14 +101,6 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     write_margin_ms: int = 500  #: a slab's write begins only while the region's lease lasts that much longer
     spare_regions: int = 1  #: empty regions kept in stock; twice as many are given back
 
-    def __post_init__(self) -> None:
-        if not self.endpoint:
-            return
-        try:
-            msgspec.structs.force_setattr(self, "endpoint", normal_endpoint(self.endpoint))
-        except ConfigError as e:
-            raise ConfigError(f"server.endpoint is {self.endpoint!r}", e.remedy) from e
-
 
 class Http(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The HTTP endpoint for health and metrics."""
@@ -143,14 +131,6 @@ _POOL_DEFAULTS: dict[str, Any] = {"backend": "shm", "size": 4 << 30}
 def default_pool_path() -> str:
     """``/dev/shm/maru-pool`` for root and system services, one per user otherwise."""
     return "/dev/shm/maru-pool" if os.getuid() == 0 else f"/dev/shm/maru-pool-{os.getuid()}"
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``"64GiB"``, ``"512 MiB"``, ``"1.5GB"`` or ``"4096"``. Raises :class:`ValueError`."""
-    match = _SIZE.match(text)
-    if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"{text!r} is no size")
-    return int(float(match[1]) * _UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].upper()]
 
 
 def load_config(
@@ -189,8 +169,10 @@ def _from_file(path: str) -> Iterator[tuple[str, object, str]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"configuration file {path}: {e}", "correct the TOML syntax there") from e
     for section, body in data.items():
-        if section not in SECTIONS or not isinstance(body, dict):
+        if section not in SECTIONS:
             raise ConfigError(f"unknown section [{section}] in {path}", _nearest(section, SECTIONS))
+        if not isinstance(body, dict):
+            raise ConfigError(f"{section} is {body!r} in {path}", f"it must be a table: [{section}] on a line, its keys below")
         for field, value in body.items():
             yield f"{section}.{field}", value, path
 
@@ -223,20 +205,8 @@ def _field_type(key: str) -> Any:
     return next((f.type for f in msgspec.structs.fields(SECTIONS[section]) if f.name == field), None)
 
 
-def _expected(kind: Any) -> str:
-    """What a value of this type looks like, in the user's words."""
-    if typing.get_origin(kind) is Literal:
-        return "expected one of " + ", ".join(map(str, typing.get_args(kind)))
-    kinds = set(typing.get_args(kind)) or {kind}
-    if int in kinds:
-        return "expected a whole number; sizes read as '64GiB'"
-    if float in kinds:
-        return "expected a number"
-    return "expected true or false" if bool in kinds else f"expected {getattr(kind, '__name__', kind)}"
-
-
 def _coerced(key: str, value: object, where: str) -> object:
-    """``value`` as its field's type wants it: a size or number given as text, a list given as ``1,2``."""
+    """``value`` as its field's type wants it. Raises :class:`ConfigError` that names key, value, origin and what is wanted."""
     kind = _field_type(key)
     if kind is None:
         section = key.partition(".")[0]
@@ -244,102 +214,35 @@ def _coerced(key: str, value: object, where: str) -> object:
         in_section = [k for k in known if k.startswith(f"{section}.")]
         remedy = _nearest(key, in_section or known)
         raise ConfigError(f"unknown key {key!r} in {where}", remedy)
-    text = value
-    if not isinstance(value, str):
-        return value
-    if key == "control.mode":
-        try:
-            return int(value, 8)
-        except ValueError as e:
-            raise ConfigError(f"{key} is {value!r} in {where}", "expected octal permission bits, e.g. 0660") from e
-    if kind is tuple or getattr(kind, "__origin__", None) is tuple:
-        text = [part for part in value.replace(" ", "").split(",") if part]
     try:
-        return msgspec.convert(text, kind, strict=False)
-    except msgspec.ValidationError as e:
+        read = value_of(key, kind, value)
+    except ValueError as e:
+        raise ConfigError(f"{key} is {value!r} in {where}", f"expected {wanted(key, kind)}") from e
+    if key == "server.endpoint" and read:
         try:
-            return msgspec.convert(parse_size(value), kind)
-        except (ValueError, msgspec.ValidationError):
-            raise ConfigError(f"{key} is {value!r} in {where}", _expected(kind)) from e
+            return normal_endpoint(str(read))
+        except ConfigError as e:
+            raise ConfigError(f"{key} is {value!r} in {where}", e.remedy) from e
+    return read
 
 
 def _checked(values: dict[str, dict[str, Any]], origin: Mapping[str, str]) -> Config:
-    built: dict[str, Any] = {}
-    for section, kind in SECTIONS.items():
-        try:
-            built[section] = msgspec.convert(values[section], kind)
-        except msgspec.ValidationError as e:
-            match = re.search(r"`\$\.(\w+)", str(e))
-            key = f"{section}.{match[1]}" if match else section
-            given = f" in {origin[key]}" if key in origin else ""
-            raise ConfigError(f"{key} is {values[section].get(match[1] if match else '')!r}{given}", str(e)) from e
-        except MaruError as e:  # a section that checks itself
-            raise ConfigError(e.what, e.remedy) from e
+    built: dict[str, Any] = {section: msgspec.convert(values[section], kind) for section, kind in SECTIONS.items()}
     config = Config(**built)
-    for key, value, holds, remedy in _bounds(config):
+
+    def told(key: str) -> str:
+        section, _, field = key.partition(".")
+        return f"{getattr(getattr(config, section), field)!r} in {origin.get(key, 'the defaults')}"
+
+    for key, value, holds, expected in rules(config, told):
         if not holds:
-            raise ConfigError(f"{key} is {value!r} in {origin.get(key, 'the defaults')}", f"expected {remedy}")
+            raise ConfigError(f"{key} is {value!r} in {origin.get(key, 'the defaults')}", f"expected {expected}")
     return config
 
 
-def _bounds(c: Config) -> Iterator[tuple[str, object, bool, str]]:
-    """Every rule on a value: key, value, whether it holds, what is expected."""
-    path_max = 107  # sun_path holds 108 bytes with its terminator
-    yield "pool.size", c.pool.size, c.pool.size >= 1 << 20, "at least 1MiB"
-    named = c.pool.backend == "shm" and "/" not in c.pool.path.removeprefix("/") and bool(c.pool.path.strip("/"))
-    yield "pool.path", c.pool.path, named or os.path.isabs(c.pool.path), "an absolute path, or a POSIX shared-memory name"
-    yield "control.socket", c.control.socket, os.path.isabs(c.control.socket), "an absolute path"
-    yield "control.socket", c.control.socket, len(os.fsencode(c.control.socket)) <= path_max, f"at most {path_max} bytes"
-    yield "control.mode", oct(c.control.mode), 0 <= c.control.mode <= 0o777, "permission bits between 0 and 0777"
-    for name in ("max_connections", "handshake_timeout_s", "idle_timeout_s"):
-        yield f"control.{name}", getattr(c.control, name), getattr(c.control, name) > 0, "above 0"
-    shared, server = c.pool.shared, c.server
-    yield (
-        "pool.shared",
-        shared,
-        shared == bool(server.endpoint),
-        f"{str(bool(server.endpoint)).lower()}: pool.shared and server.endpoint go together, set both or none",
-    )
-    yield (
-        "pool.recreate",
-        c.pool.recreate,
-        not (shared and c.pool.recreate),
-        "false: a shared pool is emptied by maru-sidecar pool clear",
-    )
-    flushes = c.pool.coherence == "flush"
-    yield (
-        "pool.coherence",
-        c.pool.coherence,
-        not flushes,
-        "hardware: flushing caches takes native code that is not part of this",
-    )
-    guarded = not server.endpoint or is_local(server.endpoint) or bool(server.token_file)
-    yield "server.token_file", server.token_file, guarded, f"the cluster's token: {server.endpoint} is not on loopback"
-    yield "server.lookup_wait_ms", server.lookup_wait_ms, 0 < server.lookup_wait_ms <= 1000, "above 0, at most 1000 ms"
-    yield "server.pin_ttl_s", server.pin_ttl_s, 1 <= server.pin_ttl_s <= 3600, "1 to 3600 seconds"
-    yield "server.write_margin_ms", server.write_margin_ms, 0 <= server.write_margin_ms <= 60_000, "0 to 60000 ms"
-    yield "server.spare_regions", server.spare_regions, 1 <= server.spare_regions <= 1024, "1 to 1024"
-    low, high = c.cache.low_watermark, c.cache.high_watermark
-    yield "cache.high_watermark", high, 0 < high <= 1, "a share above 0, at most 1"
-    yield "cache.low_watermark", low, 0 < low <= high, f"above 0, at most cache.high_watermark ({high})"
-    yield "cache.lease_ttl_s", c.cache.lease_ttl_s, 0.1 <= c.cache.lease_ttl_s <= 86_400, "between 0.1 and 86400 seconds"
-    yield "cache.namespace_quota", c.cache.namespace_quota, c.cache.namespace_quota >= 0, "bytes, or 0 for no limit"
-    t = c.transfer
-    yield "transfer.slice_bytes", t.slice_bytes, t.slice_bytes >= 1 << 16, "at least 64KiB"
-    yield "transfer.gpu_submitters", t.gpu_submitters, 1 <= t.gpu_submitters <= 8, "1 to 8"
-    yield "transfer.bytes_in_flight", t.bytes_in_flight, t.bytes_in_flight >= t.slice_bytes, "at least transfer.slice_bytes"
-    yield "transfer.cpu_threads", t.cpu_threads, 0 <= t.cpu_threads <= 64, "0 (by cores) to 64"
-    yield "transfer.fence_timeout_s", t.fence_timeout_s, t.fence_timeout_s > 0, "above 0 seconds"
-    yield "transfer.copy_timeout_s", t.copy_timeout_s, t.copy_timeout_s > 0, "above 0 seconds"
-    yield "transfer.store_patience_s", t.store_patience_s, 0 <= t.store_patience_s <= 10, "0 to 10 seconds"
-    yield "limits.max_records", c.limits.max_records, 0 < c.limits.max_records <= 1 << 16, "1 to 65536"
-    for name in ("max_keys", "max_blocks", "max_pieces", "segment_bytes", "total_segment_bytes", "max_engines", "max_sessions"):
-        yield f"limits.{name}", getattr(c.limits, name), getattr(c.limits, name) > 0, "above 0"
-    d = c.daemon
-    yield "daemon.spin_us", d.spin_us, 0 <= d.spin_us <= 10_000, "0 to 10000 microseconds"
-    yield "daemon.switch_interval_s", d.switch_interval_s, 1e-6 <= d.switch_interval_s <= 0.1, "1e-6 to 0.1 seconds"
-    yield "daemon.heartbeat_s", d.heartbeat_s, 0.05 <= d.heartbeat_s <= 5, "0.05 to 5 seconds"
-    yield "daemon.drain_timeout_s", d.drain_timeout_s, 0 <= d.drain_timeout_s <= 3600, "0 to 3600 seconds"
-    port = c.http.address.rpartition(":")[2]
-    well_formed = not c.http.address or (":" in c.http.address and port.isascii() and port.isdigit() and int(port) < 1 << 16)
-    yield "http.address", c.http.address, well_formed, "host:port, e.g. 127.0.0.1:9464, or empty to switch it off"
+def printable(config: Config) -> dict[str, dict[str, Any]]:
+    """Sections of plain values, as each may be given again: permission bits are octal text."""
+    values: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
+    for section, _, field in (key.partition(".") for key in MODES):
+        values[section][field] = f"0o{values[section][field]:o}"
+    return values

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import glob
+import grp
 import os
 import platform
 import resource
@@ -27,17 +28,18 @@ from maru_sidecar.doctor_pool import check_pool_contents, check_pool_file, check
 from maru_sidecar.output import human_bytes
 from maru_sidecar.stale import Liveness, survey_segments
 
-__all__ = ["CHECKS", "Finding", "Host", "Verdict", "examine"]
+__all__ = ["CHECKS", "SETTINGS", "Finding", "Host", "Verdict", "examine"]
 SERVER_TIMEOUT_MS = 2000
+Check = Callable[[Host], Iterator[Finding]]
 MIN_KERNEL = (5, 14)  #: MADV_POPULATE_WRITE; pidfd_open is older (5.3)
 MIN_PYTHON = (3, 11)
 MIN_FDS = 4096  #: 3 descriptors per session (socket, segment, doorbell), a pidfd and one per imported allocation
 SYSTEM_UID_MAX = 999  #: logind's RemoveIPC spares system users (Debian's and Red Hat's SYS_UID_MAX)
 
 
-def examine(host: Host) -> list[Finding]:
-    """Every check, in order."""
-    return [finding for check in CHECKS for finding in check(host)]
+def examine(host: Host, checks: Sequence[Check] | None = None) -> list[Finding]:
+    """Every check, or those given, in order."""
+    return [finding for check in (CHECKS if checks is None else checks) for finding in check(host)]
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------------
@@ -100,7 +102,7 @@ def _mount_of(host: Host, path: str) -> tuple[str, str, str] | None:
 
 def check_numa(host: Host) -> Iterator[Finding]:
     """A pool on the GPU's node saves a hop per copy."""
-    nodes = sorted(glob.glob(host.root + "/sys/devices/system/node/node[0-9]*"), key=lambda p: int(p.rpartition("node")[2]))
+    nodes = _nodes(host)
     if len(nodes) <= 1:
         yield Finding("NUMA", Verdict.OK, "one node")
         return
@@ -109,7 +111,26 @@ def check_numa(host: Host) -> Iterator[Finding]:
         bus = os.path.basename(address)
         gpus.append(f"GPU {bus} on node {host.read(f'/sys/bus/pci/devices/{bus}/numa_node') or 'unknown'}")
     what = f"{len(nodes)} nodes" + (": " + ", ".join(gpus) if gpus else "")
-    yield Finding("NUMA", Verdict.WARN, what, "set pool.numa_node to the node of the GPUs it serves (ignore if it is set)")
+    if host.spec.numa_node is not None:
+        yield Finding("NUMA", Verdict.OK, f"{what}; pool.numa_node is set")
+    else:
+        yield Finding("NUMA", Verdict.WARN, what, "set pool.numa_node to the node of the GPUs it serves")
+
+
+def check_node(host: Host) -> Iterator[Finding]:
+    """Is there the node that the pool is to lie on? The sidecar would start without it, and its memory come from anywhere."""
+    wanted, nodes = host.spec.numa_node, _nodes(host) or [0]
+    if wanted is None:
+        yield Finding("NUMA node", Verdict.OK, "left to the kernel")
+    elif wanted not in nodes:
+        what = f"pool.numa_node is {wanted}: this machine has no such node"
+        yield Finding("NUMA node", Verdict.WARN, what, f"one of {', '.join(map(str, nodes))}, or leave it out")
+    else:
+        yield Finding("NUMA node", Verdict.OK, f"pool.numa_node is {wanted}")
+
+
+def _nodes(host: Host) -> list[int]:
+    return sorted(int(path.rpartition("node")[2]) for path in glob.glob(host.root + "/sys/devices/system/node/node[0-9]*"))
 
 
 # --- kernel and interpreter ---------------------------------------------------------------------------------------------------
@@ -199,16 +220,31 @@ def check_cuda(host: Host) -> Iterator[Finding]:
 
 
 # --- files and processes ------------------------------------------------------------------------------------------------------
+def check_socket_place(host: Host) -> Iterator[Finding]:
+    """Can the socket be made where it is to lie, for the group that is to have it?"""
+    directory = os.path.dirname(host.socket_path)
+    if not os.path.isdir(directory) and directory != user_directory():
+        what = f"the directory of {host.socket_path} does not exist"
+        yield Finding("socket place", Verdict.BAD, what, f"create {directory}, or set control.socket to another path")
+    else:
+        yield Finding("socket place", Verdict.OK, directory)
+    if not host.socket_group:
+        return
+    try:
+        grp.getgrnam(host.socket_group)
+    except KeyError:
+        what = f"control.group is {host.socket_group!r}: no such group"
+        yield Finding("socket group", Verdict.BAD, what, "create it (groupadd --system), or name another")
+    else:
+        yield Finding("socket group", Verdict.OK, host.socket_group)
+
+
 def check_socket(host: Host) -> Iterator[Finding]:
     path = host.socket_path
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        if os.path.isdir(directory := os.path.dirname(path)) or directory == user_directory():
-            yield Finding("control socket", Verdict.OK, f"{path} does not exist: no sidecar runs there")
-        else:
-            what = f"the directory of {path} does not exist"
-            yield Finding("control socket", Verdict.BAD, what, f"create {directory}, or set control.socket to another path")
+        yield Finding("control socket", Verdict.OK, f"{path} does not exist: no sidecar runs there")
         return
     except OSError as e:
         yield Finding(
@@ -325,8 +361,10 @@ def check_segments(_host: Host) -> Iterator[Finding]:
     yield Finding("segments", Verdict.OK, f"{live} live")
 
 
-CHECKS: Sequence[Callable[[Host], Iterator[Finding]]] = (
+CHECKS: Sequence[Check] = (
     check_kernel, check_python, check_memory_ordering, check_pool_space, check_pool_file, check_pool_contents, check_server,
-    check_huge_pages, check_numa, check_memlock, check_descriptors, check_ptrace, check_cuda, check_socket, check_fd_store,
-    check_remove_ipc, check_segments,
+    check_huge_pages, check_numa, check_node, check_memlock, check_descriptors, check_ptrace, check_cuda, check_socket_place,
+    check_socket, check_fd_store, check_remove_ipc, check_segments,
 )  # fmt: skip
+#: what this machine has to have for a configuration, the pool itself left alone: `run --check` looks at these
+SETTINGS: Sequence[Check] = (check_node, check_socket_place)

@@ -48,6 +48,7 @@ class Host:
     pool: PoolSpec | None = None  #: None: of a pool of one's own, with this path and size
     server: str = ""
     token_file: str = ""
+    socket_group: str = ""  #: as configured; empty: the daemon's own
 
     @classmethod
     def of(cls, config: Config) -> Host:
@@ -55,7 +56,7 @@ class Host:
         pool, server = config.pool, config.server
         return cls(
             pool.file_path, pool.size, config.control.socket, pool.backend, pool=pool, server=server.endpoint,
-            token_file=server.token_file,
+            token_file=server.token_file, socket_group=config.control.group,
         )  # fmt: skip
 
     @property

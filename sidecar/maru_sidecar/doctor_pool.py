@@ -11,8 +11,10 @@ from maru_sidecar import devdax, hostmemory
 from maru_sidecar.doctor_host import Finding, Host, Verdict
 from maru_sidecar.output import human_bytes
 from maru_sidecar.pool_checks import check_usable
+from maru_sidecar.pool_create import plan
 from maru_sidecar.pool_header import is_blank, medium_bytes, read_header
-from maru_sidecar.pool_path import open_existing
+from maru_sidecar.pool_lock import lock_path
+from maru_sidecar.pool_path import open_existing, refuse_among_devices
 
 
 def check_pool_space(host: Host) -> Iterator[Finding]:
@@ -20,7 +22,7 @@ def check_pool_space(host: Host) -> Iterator[Finding]:
     if devdax.is_device(host.pool_path):
         yield _check_device(host.pool_path)
         return
-    if host.spec.shared:  # it has its space since it was initialised, or is not there
+    if misplaced(host.pool_path) is not None or host.spec.shared:  # check_pool_contents says so; a shared one has its space
         return
     directory = os.path.dirname(host.pool_path)
     try:
@@ -29,6 +31,9 @@ def check_pool_space(host: Host) -> Iterator[Finding]:
         yield Finding(
             "pool space", Verdict.BAD, f"{directory}: {e.strerror}", "create it, or set pool.path to a mounted filesystem"
         )
+        return
+    if (unfit := _unfit(host, directory)) is not None:
+        yield Finding("pool space", Verdict.BAD, unfit.what, unfit.remedy)
         return
     size, free = fs.f_frsize * fs.f_blocks, fs.f_frsize * fs.f_bavail
     try:
@@ -48,6 +53,27 @@ def check_pool_space(host: Host) -> Iterator[Finding]:
         yield Finding("memory", Verdict.BAD, what, "lower pool.size, or free memory: the kernel would kill processes instead")
 
 
+def _unfit(host: Host, directory: str) -> MaruError | None:
+    """Why a pool of that size cannot be cut into its regions there."""
+    fd = os.open(directory, os.O_PATH | os.O_CLOEXEC)
+    try:
+        plan(hostmemory.filesystem_of(fd), host.spec)
+    except MaruError as e:
+        return e
+    finally:
+        os.close(fd)
+    return None
+
+
+def misplaced(path: str) -> MaruError | None:
+    """Why there can be no pool at a path in /dev; None anywhere else, and for a device."""
+    try:
+        refuse_among_devices(path)
+    except MaruError as e:
+        return e
+    return None
+
+
 def _check_device(path: str) -> Finding:
     try:
         fd = devdax.open_device(path, os.O_RDONLY)
@@ -62,6 +88,9 @@ def _check_device(path: str) -> Finding:
 def check_pool_contents(host: Host) -> Iterator[Finding]:
     """Would the sidecar open what lies there? An empty file and, for a pool of one's own, nothing at all are fine."""
     path = host.pool_path
+    if (refused := misplaced(path)) is not None:
+        yield Finding("pool", Verdict.BAD, refused.what, refused.remedy)
+        return
     if not host.spec.shared and not os.path.lexists(path):
         return
     try:
@@ -99,10 +128,23 @@ def pool_bytes(host: Host) -> int:
         os.close(fd)
 
 
+def _is_locked(path: str) -> bool:
+    """Whether a process holds the lock of the pool at ``path``, by the kernel's list: taking it would keep a sidecar out."""
+    try:
+        info = os.stat(lock_path(path))
+        wanted = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+        with open("/proc/locks", encoding="ascii") as locks:
+            return any(fields[1:2] == ["FLOCK"] and wanted in fields for fields in map(str.split, locks))
+    except OSError:
+        return False
+
+
 def check_pool_file(host: Host) -> Iterator[Finding]:
     path = host.pool_path
-    if host.spec.shared and not os.path.exists(path):
+    if misplaced(path) is not None or (host.spec.shared and not os.path.exists(path)):
         return  # check_pool_contents says so
+    if devdax.is_device(path) and _check_device(path).verdict is not Verdict.OK:
+        return  # whatever it is, its mode is right
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -110,6 +152,9 @@ def check_pool_file(host: Host) -> Iterator[Finding]:
         if os.path.isdir(directory) and not os.access(directory, os.W_OK):
             what = f"{path} does not exist and {directory} is closed to this user"
             yield Finding("pool file", Verdict.BAD, what, "run as the sidecar's user, or set pool.path")
+        elif _is_locked(path):
+            what = f"{path} does not exist, and a sidecar holds its lock: it was removed under it, and its memory stays taken"
+            yield Finding("pool file", Verdict.BAD, what, "stop or restart that sidecar; stop it before its file is removed")
         else:
             yield Finding("pool file", Verdict.OK, f"{path} does not exist yet")
         return

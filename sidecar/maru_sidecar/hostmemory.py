@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from maru_shm.poolformat import DATA_ALIGN
 from maru_sidecar import devdax
+from maru_sidecar.pool_spec import MAX_NODES
 
 MADV_HUGEPAGE = 14
 MADV_POPULATE_READ = 22  #: Linux 5.14
@@ -24,7 +25,6 @@ _MPOL_DEFAULT = 0
 _MPOL_BIND = 2
 _MPOL_MF_MOVE = 2
 _SYSCALLS = {"x86_64": (237, 238), "aarch64": (235, 237)}  #: (mbind, set_mempolicy)
-_MAX_NODES = 1024
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -44,7 +44,7 @@ def madvise(address: int, length: int, advice: int) -> int:
 
 def _node_mask(node: int) -> ctypes.Array[ctypes.c_ulong]:
     bits = ctypes.sizeof(ctypes.c_ulong) * 8
-    mask = (ctypes.c_ulong * (_MAX_NODES // bits))()
+    mask = (ctypes.c_ulong * (MAX_NODES // bits))()
     mask[node // bits] = 1 << node % bits
     return mask
 
@@ -54,12 +54,12 @@ def bind_to_node(address: int, length: int, node: int) -> str:
     numbers = _SYSCALLS.get(platform.machine())
     if numbers is None:
         return f"no mbind on {platform.machine()}"
-    if not 0 <= node < _MAX_NODES:
-        return f"node {node} is outside 0..{_MAX_NODES - 1}"
+    if not 0 <= node < MAX_NODES:
+        return f"node {node} is outside 0..{MAX_NODES - 1}"
     mask = _node_mask(node)
     result = _libc.syscall(
         ctypes.c_long(numbers[0]), ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(_MPOL_BIND),
-        ctypes.byref(mask), ctypes.c_ulong(_MAX_NODES), ctypes.c_uint(_MPOL_MF_MOVE),
+        ctypes.byref(mask), ctypes.c_ulong(MAX_NODES), ctypes.c_uint(_MPOL_MF_MOVE),
     )  # fmt: skip
     return "" if result == 0 else f"mbind: {os.strerror(ctypes.get_errno())}"
 
@@ -74,13 +74,13 @@ def allocating_on(node: int | None) -> Iterator[str]:
     if node is None:
         yield ""
         return
-    if numbers is None or not 0 <= node < _MAX_NODES:
+    if numbers is None or not 0 <= node < MAX_NODES:
         yield f"no NUMA policy for node {node} on {platform.machine()}"
         return
     mask = _node_mask(node)
     refused = ""
     set_mempolicy = ctypes.c_long(numbers[1])
-    if _libc.syscall(set_mempolicy, ctypes.c_int(_MPOL_BIND), ctypes.byref(mask), ctypes.c_ulong(_MAX_NODES)):
+    if _libc.syscall(set_mempolicy, ctypes.c_int(_MPOL_BIND), ctypes.byref(mask), ctypes.c_ulong(MAX_NODES)):
         refused = f"set_mempolicy: {os.strerror(ctypes.get_errno())}"
     try:
         yield refused

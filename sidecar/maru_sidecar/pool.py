@@ -62,8 +62,8 @@ class PoolFile:
         self.words = self.bytes.cast("Q")  #: u64 view: an element store is one aligned mov, it does not tear
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
         self.mapping = PoolMapping(address, header.pool_bytes, fd)
-        self.warnings = tuple(warnings + self._advise())
         self._closed = False
+        self._warnings = tuple(warnings + self._advise())
 
     @property
     def size(self) -> int:
@@ -74,6 +74,28 @@ class PoolFile:
     def epoch(self) -> int:
         """Rises with every use of the pool by another process. A shared pool has no common one: seconds since 1970 serve."""
         return int(time.time()) if self.spec.shared else self._header.epoch
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is not as wished (any thread): huge pages or a NUMA node refused when it was opened, a file removed since."""
+        lost = self.lost()
+        return (*self._warnings, lost) if lost else self._warnings
+
+    def lost(self) -> str:
+        """A warning if the pool's path does not name it any more: it works on, but its successor will not find it. Else empty.
+
+        A memfd has no path.
+        """
+        path = self.spec.file_path
+        try:
+            if self._closed or not self.filesystem.kind or is_at(self._lock_fd, path):
+                return ""
+        except OSError:  # the directory is closed to us
+            return ""
+        return (
+            f"pool_removed: {path} was removed or replaced; its memory stays taken, and a restart begins with an empty pool: "
+            "stop the sidecar before its file is removed"
+        )
 
     @classmethod
     def open(cls, spec: PoolSpec, progress: Progress | None = None) -> PoolFile:

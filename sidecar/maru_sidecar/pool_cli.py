@@ -16,7 +16,7 @@ def pool() -> None:
 
 def _size(text: str, flag: str) -> int:
     from maru_shm.errors import ConfigError
-    from maru_sidecar.config import parse_size
+    from maru_sidecar.config_values import parse_size
 
     try:
         return parse_size(text)
@@ -34,12 +34,13 @@ def _size(text: str, flag: str) -> int:
 @format_option
 def init(path: str, size: str, region_size: str, mode: str, fmt: Format, *, own: bool, overwrite: bool) -> None:
     """Make an empty shared pool at PATH: a new or empty file, or a DAX device such as /dev/dax0.0."""
+    from maru_sidecar.config_values import MODE_MAX, parse_mode
     from maru_sidecar.pool_admin import initialise
 
     try:
-        bits = int(mode, 8)
+        bits = parse_mode(mode)
     except ValueError as e:
-        raise click.UsageError(f"--mode {mode}: octal permission bits, e.g. 660") from e
+        raise click.UsageError(f"--mode {mode}: expected octal permission bits up to {MODE_MAX:o}, e.g. 660") from e
     header = initialise(
         path, _size(size, "--size"), _size(region_size, "--region-size"), mode=bits, own=own, overwrite=overwrite
     )

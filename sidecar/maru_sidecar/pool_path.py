@@ -8,8 +8,10 @@ import os
 import stat
 
 from maru_shm.errors import PoolError
-from maru_sidecar import devdax
-from maru_sidecar.pool_spec import PoolSpec
+from maru_sidecar import devdax, hostmemory
+from maru_sidecar.pool_spec import SHM_DIR, PoolSpec
+
+DEVICES = "/dev"
 
 
 def open_or_create(path: str, spec: PoolSpec) -> tuple[int, bool]:
@@ -19,7 +21,8 @@ def open_or_create(path: str, spec: PoolSpec) -> tuple[int, bool]:
         try:
             fd, created = os.open(path, flags), False
         except FileNotFoundError:
-            fd, created = os.open(path, flags | os.O_CREAT | os.O_EXCL, spec.mode), True
+            fd, created = os.open(path, flags | os.O_CREAT | os.O_EXCL, spec.mode & 0o600), True
+            os.fchmod(fd, spec.mode)  # the umask has no say in it
     except FileExistsError:  # somebody was faster
         return open_or_create(path, spec)
     except OSError as e:
@@ -75,16 +78,60 @@ def close_quietly(fd: int) -> None:
 
 
 def refuse_place(path: str) -> None:
-    """Raise :class:`PoolError` where no pool can lie: on a directory, in one that is not there."""
-    code = errno.EISDIR if os.path.isdir(path) else 0 if os.path.isdir(os.path.dirname(path)) else errno.ENOENT
+    """Raise :class:`PoolError` where no pool can lie: on a directory, in one that is not there, as a file among the devices."""
+    refuse_among_devices(path)
+    parent = os.path.dirname(os.path.abspath(path))
+    code = errno.EISDIR if os.path.isdir(path) else 0 if os.path.isdir(parent) else errno.ENOENT
     if code:
         raise unopenable(path, OSError(code, os.strerror(code)))
+
+
+def refuse_among_devices(path: str) -> None:
+    """Raise :class:`PoolError` for whatever lies, or would lie, in /dev itself and is no character device.
+
+    A file made there takes the place of a device that is missing, and its bytes are kernel memory without a limit. Filesystems
+    mounted below it to hold data are another matter: /dev/shm, /dev/hugepages.
+    """
+    directory = os.path.realpath(path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path)))
+    if devdax.is_device(path) or not _is_in(directory, DEVICES) or _is_in(directory, SHM_DIR) or _is_data_mount(directory):
+        return
+    elsewhere = f"a file in {SHM_DIR}, or in another tmpfs or hugetlbfs mounted below {DEVICES}"
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError as e:
+        raise PoolError(
+            f"pool {path}: no such device, and no file is made among the devices in {DEVICES}",
+            f"name a DAX device (`daxctl list` shows them), or {elsewhere}",
+        ) from e
+    if stat.S_ISREG(mode):
+        raise PoolError(
+            f"pool {path} is a file among the devices in {DEVICES}",
+            f"remove it, it may have been made in place of a device; name {elsewhere}",
+        )
+    what = "a block device" if stat.S_ISBLK(mode) else "a directory" if stat.S_ISDIR(mode) else "no DAX device"
+    raise PoolError(f"pool {path} is {what}", f"name a DAX device (`daxctl list` shows them), or {elsewhere}")
+
+
+def _is_in(directory: str, above: str) -> bool:
+    return directory == above or directory.startswith(f"{above}/")
+
+
+def _is_data_mount(directory: str) -> bool:
+    """Whether a directory below /dev lies on a tmpfs or hugetlbfs of its own (/dev itself is a tmpfs in containers)."""
+    while not os.path.isdir(directory):
+        directory = os.path.dirname(directory)
+    fd = os.open(directory, os.O_PATH | os.O_CLOEXEC)
+    try:
+        own = os.fstat(fd).st_dev != os.stat(DEVICES).st_dev
+        return own and hostmemory.filesystem_of(fd).kind in ("tmpfs", "hugetlbfs")
+    finally:
+        os.close(fd)
 
 
 def unopenable(path: str, error: OSError) -> PoolError:
     """The error for a pool's file that cannot be opened or made, with the remedy for its reason."""
     remedies = {
-        errno.ENOENT: f"create the directory {os.path.dirname(path)}",
+        errno.ENOENT: f"create the directory {os.path.dirname(os.path.abspath(path))}",
         errno.EISDIR: f"name a file in it, e.g. {path}/maru-pool",
         errno.ELOOP: "it is a symbolic link, and none is followed: name the file itself",
         errno.EACCES: "run as the user whose pool it is, or name another path",

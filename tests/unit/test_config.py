@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 from maru_shm import socket_path
 from maru_shm.errors import ConfigError
 from maru_shm.socket_path import default_socket_path
-from maru_sidecar.config import Config, load_config, parse_size
+from maru_sidecar.config import Config, Limits, load_config, printable
+from maru_sidecar.config_values import parse_mode, parse_size
 
 
 def load(text: str | None = None, tmp_path: Path | None = None, env: dict[str, str] | None = None, **flags: object) -> Config:
@@ -106,7 +108,26 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         ("[cache]\nlease_ttl_s = 'soon'\n", "cache.lease_ttl_s is 'soon' in {path}", "expected a number"),
         ("[pool]\nsize = 'banana'\n", "pool.size is 'banana' in {path}", "sizes read as '64GiB'"),
         ("[pool]\nsize = -5\n", "pool.size is -5", "at least 1MiB"),
-        ("[pool]\nsize = 1.5\n", "pool.size is 1.5", "int"),
+        ("[pool]\nsize = 1.5\n", "pool.size is 1.5 in {path}", "expected a whole number; sizes read as '64GiB'"),
+        ("[pool]\npath = 3\n", "pool.path is 3 in {path}", "expected text in quotes"),
+        ("[pool]\nshared = 1\n", "pool.shared is 1 in {path}", "expected true or false"),
+        ("[pool]\nnuma_node = true\n", "pool.numa_node is True in {path}", "expected a whole number"),
+        ("[pool]\nbackend = 7\n", "pool.backend is 7 in {path}", "expected one of shm, file"),
+        ("[cache]\nlease_ttl_s = [1]\n", "cache.lease_ttl_s is [1] in {path}", "expected a number"),
+        ("[control]\nallowed_uids = ['a']\n", "control.allowed_uids is ['a'] in {path}", "expected a list of whole numbers"),
+        ("[control]\nallowed_uids = 5\n", "control.allowed_uids is 5 in {path}", "expected a list of whole numbers"),
+        ("[control]\nmode = 660.0\n", "control.mode is 660.0 in {path}", "octal"),
+        ("[control]\nmode = 660\n", "control.mode is 660 in {path}", "TOML reads a bare 660 as decimal"),
+        ("pool = 3\n", "pool is 3 in {path}", "it must be a table: [pool] on a line"),
+        ("[[pool]]\nsize = 1\n", "pool is [{{'size': 1}}] in {path}", "it must be a table"),
+        ("[server]\nendpoint = 'foo'\n", "server.endpoint is 'foo' in {path}", "write tcp://HOST:PORT"),
+        ("[http]\naddress = 'foo:80'\n", "http.address is 'foo:80' in {path}", "names are not looked up"),
+        (
+            "[cache]\nhigh_watermark = 0.5\n",
+            "cache.low_watermark is 0.95 in the defaults",
+            "at most cache.high_watermark, which is 0.5 in ",
+        ),
+        ("[server]\nendpoint = 'a:1'\n", "pool.shared is False in the defaults", "server.endpoint is 'tcp://a:1' in "),
         ("[pool]\nbackend = 'tape'\n", "pool.backend is 'tape'", "expected one of shm, file"),
         ("[cache]\nlow_watermark = 0.99\n", "cache.low_watermark is 0.99", "high_watermark"),
         ("[control]\nsocket = 'relative'\n", "control.socket is 'relative' in {path}", "; expected an absolute path"),
@@ -154,6 +175,61 @@ def test_lists_and_modes_are_read_from_text() -> None:
     assert config.control.mode == 0o666
 
 
+@pytest.mark.parametrize("key", ["pool.mode", "control.mode"])
+def test_modes_are_octal_wherever_they_are_read(tmp_path: Path, key: str) -> None:
+    section, _, field = key.partition(".")
+
+    def mode(config: Config) -> object:
+        return getattr(getattr(config, section), field)
+
+    for text in ("640", "0640", "0o640", "0O640", " 0640 "):
+        assert mode(load_config(None, {}, {key: text})) == 0o640
+        assert mode(load(env={f"MARU_{section.upper()}_{field.upper()}": text})) == 0o640
+        assert mode(load(f"[{section}]\n{field} = '{text}'\n", tmp_path)) == 0o640
+    assert mode(load(f"[{section}]\n{field} = 0o640\n", tmp_path)) == 0o640
+    for text in ("99999", "1777", "0o1000", "-1", "689", "0x1ff", "rw-r-----", "6_40", "", "64GiB"):
+        with pytest.raises(ConfigError, match=f"{key} is '{text}' in the command line; expected octal permission bits"):
+            load_config(None, {}, {key: text})
+    for number in ("0o1000", "-1", "600"):
+        with pytest.raises(ConfigError, match=f"{key} is .* expected octal permission bits up to 0o777"):
+            load(f"[{section}]\n{field} = {number}\n", tmp_path)
+
+
+def test_a_mode_in_octal_is_all_that_is_a_mode() -> None:
+    assert [parse_mode(text) for text in ("0", "777", "0o777")] == [0, 0o777, 0o777]
+    with pytest.raises(ValueError, match="permission bits"):
+        parse_mode("1000")
+
+
+def test_what_is_printed_can_be_given_again(tmp_path: Path) -> None:
+    config = load(pool__mode="0640", control__mode="0o606", control__allowed_uids="1,2", pool__size="1GiB")
+    shown = json.loads(json.dumps(printable(config)))
+    assert (shown["pool"]["mode"], shown["control"]["mode"]) == ("0o640", "0o606")
+    given = {f"{section}.{key}": value for section, values in shown.items() for key, value in values.items()}
+    assert load_config(None, {}, given) == config
+    text = {key: str(value) for key, value in given.items() if value is not None and not isinstance(value, list)}
+    assert load_config(None, {}, {**text, "control.allowed_uids": "1,2"}) == config
+
+
+def test_a_single_component_is_no_name_where_something_else_lies_there() -> None:
+    with pytest.raises(
+        ConfigError, match=r"pool\.path is '/tmp' in the command line; expected /tmp/maru-pool, or /dev/shm/tmp"
+    ):
+        load(pool__path="/tmp")
+    for path in ("tmp", "/dev/shm/tmp"):  # said without a doubt
+        assert load(pool__path=path).pool.file_path == "/dev/shm/tmp"
+    assert load(pool__path="/tmp", pool__backend="file").pool.file_path == "/tmp"  # refused where it is opened
+    if os.access("/", os.W_OK):
+        path = f"/maru-config-{os.getpid()}"
+        assert load(pool__path=path).pool.file_path == f"/dev/shm{path}"
+        Path(path).touch()
+        try:
+            with pytest.raises(ConfigError, match=f"expected pool.backend 'file' with it, or /dev/shm{path}: .* is a file"):
+                load(pool__path=path)
+        finally:
+            os.unlink(path)
+
+
 def test_a_pool_may_be_a_name_or_a_path() -> None:
     assert load(pool__path="maru-pool").pool.file_path == "/dev/shm/maru-pool"
     with pytest.raises(ConfigError, match=r"pool\.path is 'some/where'"):
@@ -165,3 +241,31 @@ def test_a_value_out_of_bounds_is_told_what_was_expected(key: str) -> None:
     wrong = {"http.address": "x", "pool.shared": "true", "pool.path": "a/b"}.get(key, "-1")
     with pytest.raises(ConfigError, match=f"{key} is .* in the command line; expected "):
         load_config(None, {}, {key: wrong})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((f"limits.{name}", str(10**20)) for name in Limits.__struct_fields__),
+        *((f"limits.{name}", "0") for name in Limits.__struct_fields__),
+        ("pool.numa_node", "-1"), ("pool.numa_node", "1024"),
+        ("pool.size", str(1 << 70)), ("pool.region_size", "-4096"), ("pool.region_size", "5000"), ("pool.path", "/a\0b"),
+        ("control.max_connections", str(10**9)), ("control.allowed_uids", "-1"), ("control.allowed_gids", str(1 << 32)),
+        ("control.handshake_timeout_s", "inf"), ("control.idle_timeout_s", "nan"), ("transfer.fence_timeout_s", "inf"),
+        ("transfer.copy_timeout_s", "inf"), ("cache.namespace_quota", str(1 << 70)), ("transfer.bytes_in_flight", str(1 << 70)),
+    ],
+)  # fmt: skip
+def test_every_number_is_bounded_on_both_sides(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is .* in the command line; expected "):
+        load_config(None, {}, {key: value})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9464", "[::1]:0", ":80", "localhost:80", "0.0.0.0:1", ""])
+def test_the_http_address_is_an_address(address: str) -> None:
+    assert load(http__address=address).http.address == address
+
+
+@pytest.mark.parametrize("where", ["MARU_SERVER_ENDPOINT", "the command line"])
+def test_a_wrong_endpoint_names_its_origin(where: str) -> None:
+    with pytest.raises(ConfigError, match=f"server.endpoint is 'foo' in {where}; write tcp://HOST:PORT"):
+        load(env={where: "foo"}) if where.startswith("MARU") else load(server__endpoint="foo")

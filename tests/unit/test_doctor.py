@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ from maru_shm import layout as L
 from maru_shm import segment as S
 from maru_sidecar import doctor as D
 from maru_sidecar import pool_admin, stale
+from maru_sidecar.config import load_config
 from maru_sidecar.doctor import Finding, Host, Verdict
 from maru_sidecar.pool import PoolFile
 from maru_sidecar.pool_spec import PoolSpec
@@ -31,7 +33,7 @@ INSTANCE = f"{os.getpid() ^ 0xD0C7_0000:08x}"
 def host(tmp_path: Path, **changes: object) -> Host:
     fields: dict[str, object] = {
         "pool_path": f"/dev/shm/maru-doctor-{os.getpid()}",
-        "pool_bytes": 1 << 20,
+        "pool_bytes": 2 << 20,
         "socket_path": str(tmp_path / "control.sock"),
         **changes,
     }
@@ -116,6 +118,37 @@ def test_a_pool_that_run_would_refuse_is_bad(tmp_path: Path) -> None:
     assert list(D.check_pool_contents(host(tmp_path))) == []  # nothing is there yet
 
 
+def test_a_pool_among_the_devices_is_bad_and_said_once() -> None:
+    path = f"/dev/maru-doctor-{os.getpid()}"
+    for spec in (PoolSpec(path=path, size=4 << 20), PoolSpec(backend="file", path=path, size=4 << 20, shared=True)):
+        here = Host(path, 4 << 20, "/nonexistent", spec.backend, pool=spec)
+        found = [*D.check_pool_space(here), *D.check_pool_file(here), *D.check_pool_contents(here)]
+        assert [(f.check, f.verdict) for f in found] == [("pool", Verdict.BAD)]
+        assert "no such device" in found[0].what
+
+
+def test_the_mode_of_a_device_that_is_no_pool_is_left_alone() -> None:
+    assert list(D.check_pool_file(Host("/dev/null", 4 << 20, "/nonexistent"))) == []
+
+
+def test_a_pool_that_cannot_be_cut_into_regions_is_bad(tmp_path: Path) -> None:
+    spec = PoolSpec(backend="file", path=str(tmp_path / "pool"), size=4 << 20, region_size=4 << 20)
+    finding = the_one(D.check_pool_space(Host(spec.path, spec.size, "/nonexistent", "file", pool=spec)))
+    assert (finding.verdict, "at least 2 are needed" in finding.remedy) == (Verdict.BAD, True)
+
+
+def test_a_pool_removed_under_its_sidecar_is_bad_until_that_ends(tmp_path: Path) -> None:
+    path = tmp_path / "pool"
+    here = host(tmp_path, pool_path=str(path))
+    pool = PoolFile.open(PoolSpec(backend="file", path=str(path), size=4 << 20))
+    assert the_one(D.check_pool_file(here)).verdict is Verdict.OK
+    path.unlink()
+    finding = the_one(D.check_pool_file(here))
+    assert (finding.verdict, "was removed under it" in finding.what) == (Verdict.BAD, True)
+    pool.close(clean=False)
+    assert the_one(D.check_pool_file(here)).what == f"{path} does not exist yet"
+
+
 def test_a_missing_directory_is_bad(tmp_path: Path) -> None:
     finding = the_one(D.check_pool_space(host(tmp_path, pool_path=str(tmp_path / "no" / "pool"))))
     assert (finding.verdict, "No such file" in finding.what) == (Verdict.BAD, True)
@@ -167,6 +200,15 @@ def test_several_numa_nodes_are_listed_with_their_gpus(tmp_path: Path) -> None:
     )
     finding = the_one(D.check_numa(host(tmp_path, root=root)))
     assert (finding.verdict, finding.what) == (Verdict.WARN, "2 nodes: GPU 0000:c8:00.0 on node 1")
+
+
+@pytest.mark.parametrize(("node", "verdict"), [(None, Verdict.OK), (0, Verdict.OK), (2, Verdict.OK), (1, Verdict.WARN)])
+def test_a_node_that_is_not_there_is_warned_about(tmp_path: Path, node: int | None, verdict: Verdict) -> None:
+    root = elsewhere(tmp_path, {f"/sys/devices/system/node/node{n}/cpulist": "0" for n in (0, 2)})
+    here = host(tmp_path, root=root, pool=PoolSpec(path="x", size=1 << 20, numa_node=node))
+    finding = the_one(D.check_node(here))
+    assert (finding.verdict, bool(finding.remedy)) == (verdict, verdict is Verdict.WARN)
+    assert the_one(D.check_numa(here)).verdict is (Verdict.WARN if node is None else Verdict.OK)
 
 
 # --- kernel -------------------------------------------------------------------------------------------------------------------
@@ -245,8 +287,30 @@ def test_the_control_socket_is_tried(tmp_path: Path) -> None:
 
 
 def test_a_socket_in_a_directory_that_is_not_there_is_bad(tmp_path: Path) -> None:
-    finding = the_one(D.check_socket(host(tmp_path, socket_path=str(tmp_path / "no" / "s.sock"))))
+    finding = the_one(D.check_socket_place(host(tmp_path, socket_path=str(tmp_path / "no" / "s.sock"))))
     assert (finding.verdict, finding.remedy) == (Verdict.BAD, f"create {tmp_path}/no, or set control.socket to another path")
+
+
+def test_a_group_that_does_not_exist_is_bad(tmp_path: Path) -> None:
+    mine = grp.getgrgid(os.getgid()).gr_name
+    verdicts = {
+        group: [(f.check, f.verdict) for f in D.check_socket_place(host(tmp_path, socket_group=group))]
+        for group in ("", mine, "maru-nosuch")
+    }
+    place = ("socket place", Verdict.OK)
+    assert verdicts == {
+        "": [place],
+        mine: [place, ("socket group", Verdict.OK)],
+        "maru-nosuch": [place, ("socket group", Verdict.BAD)],
+    }
+
+
+def test_what_run_would_refuse_is_found_without_a_look_at_the_pool(tmp_path: Path) -> None:
+    settings = {"control.socket": f"{tmp_path}/no/s.sock", "control.group": "maru-nosuch", "pool.numa_node": "777"}
+    found = D.examine(Host.of(load_config(None, {}, settings)), D.SETTINGS)
+    assert {f.check: f.verdict for f in found} == {
+        "NUMA node": Verdict.WARN, "socket place": Verdict.BAD, "socket group": Verdict.BAD,
+    }  # fmt: skip
 
 
 def test_a_pool_every_user_can_read_is_warned_about(tmp_path: Path) -> None:
@@ -363,13 +427,13 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_exits_1_if_anything_is_bad_and_says_what(tmp_path: Path) -> None:
     where = ("--pool-path", f"/dev/shm/maru-doctor-{os.getpid()}", "--socket", str(tmp_path / "s.sock"))
-    good = doctor("--pool-size", "1MiB", *where, "--format", "json")
+    good = doctor("--pool-size", "2MiB", *where, "--format", "json")
     bad = doctor("--pool-size", "9999TiB", *where, "--format", "json")
     assert (good.returncode, bad.returncode) == (0, 1)
     assert [f for f in json.loads(good.stdout) if f["verdict"] == "bad"] == []
     verdicts = {f["check"]: f["verdict"] for f in json.loads(bad.stdout)}
     assert verdicts["pool space"] == "bad"
-    assert "pool space" in doctor("--pool-size", "1MiB", *where).stdout
+    assert "pool space" in doctor("--pool-size", "2MiB", *where).stdout
 
 
 def test_a_shared_pool_s_configuration_is_examined_with_its_server(tmp_path: Path) -> None:
