@@ -66,7 +66,7 @@ def cli() -> None:
 #: flag, dotted configuration key, help. Values are checked where the file's and the environment's are: in load_config.
 RUN_FLAGS = (
     ("--pool-backend", "pool.backend", "Where the pool lies: shm, file or devdax."),
-    ("--pool-path", "pool.path", "Pool file or device."),
+    ("--pool-path", "pool.path", "Pool file or device, an absolute path; one component is a name in /dev/shm."),
     ("--pool-size", "pool.size", "Pool size, e.g. 64GiB."),
     ("--numa-node", "pool.numa_node", "NUMA node the pool's memory comes from."),
     ("--socket", "control.socket", f"Control socket, an absolute path (default: {SEARCH})."),
@@ -74,8 +74,8 @@ RUN_FLAGS = (
     ("--socket-group", "control.group", "Group that owns the socket."),
     ("--allow-uid", "control.allowed_uids", "Uids that may attach, comma-separated."),
     ("--allow-gid", "control.allowed_gids", "Gids that may attach, comma-separated."),
-    ("--high-watermark", "cache.high_watermark", "Share of the pool above which eviction starts."),
-    ("--low-watermark", "cache.low_watermark", "Share of the pool at which eviction stops."),
+    ("--high-watermark", "cache.high_watermark", "Share of the slabs of one size above which a store evicts."),
+    ("--low-watermark", "cache.low_watermark", "Share of those slabs down to which it evicts."),
     ("--lease-ttl", "cache.lease_ttl_s", "Seconds a hit stays pinned unless it is given back."),
     ("--checksum", "transfer.checksum", "auto, on or off."),
     ("--cpu-threads", "transfer.cpu_threads", "Copying threads for CPU engines; 0: by cores."),
@@ -101,7 +101,7 @@ def run_flags(command: F) -> F:
     "--pool-recreate", "pool__recreate", is_flag=True, default=None, help="Drop an existing pool first  [pool.recreate]."
 )
 @click.option("--set", "assignments", metavar="KEY=VALUE", multiple=True, help="Any other setting, e.g. limits.max_keys=4096.")
-@click.option("--check", is_flag=True, help="Print the configuration in effect as JSON and exit.")
+@click.option("--check", is_flag=True, help="Print the configuration in effect as JSON, and what it lacks here; exit.")
 def run(config: str | None, assignments: tuple[str, ...], *, check: bool, **flags: str | bool | None) -> None:
     """Run the daemon in the foreground until SIGTERM or SIGINT.
 
@@ -110,13 +110,25 @@ def run(config: str | None, assignments: tuple[str, ...], *, check: bool, **flag
     """
     loaded = _configuration(config, flags, assignments)
     if check:
-        import msgspec
+        from maru_sidecar.config import printable
 
-        echo_json(msgspec.to_builtins(loaded))
+        echo_json(printable(loaded))
+        _check_settings(loaded)
         return
     from maru_sidecar.daemon import run_foreground
 
     sys.exit(run_foreground(loaded))
+
+
+def _check_settings(config: Config) -> None:
+    """Tell what `run` would warn about or refuse, the pool left alone. Exit 2 if it would refuse, as it does."""
+    from maru_sidecar.doctor import SETTINGS, Host, Verdict, examine
+
+    found = [f for f in examine(Host.of(config), SETTINGS) if f.verdict is not Verdict.OK]
+    for finding in found:
+        click.echo(f"{PROGRAM}: {finding.what}; {finding.remedy}", err=True)
+    if any(finding.verdict is Verdict.BAD for finding in found):
+        sys.exit(ExitCode.USAGE)
 
 
 def _configuration(path: str | None, flags: Mapping[str, str | bool | None], assignments: tuple[str, ...] = ()) -> Config:

@@ -29,6 +29,7 @@ from maru_sidecar.descriptors import close_later
 from maru_sidecar.engines import Refusal
 from maru_sidecar.listener import Listener
 from maru_sidecar.poller import Poller
+from maru_sidecar.refusal_log import Refusals, printable
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ class ControlServer:
         self._poller = poller
         self._service = service
         self.connections: dict[int, Connection] = {}
-        self.refused = 0  #: connections and messages turned away
+        self.refusals = Refusals()  #: of connections and messages
+        self._asked: dict[Connection, str] = {}  #: what each asked for last, for the log
         self._paused = False
         self._stalled: set[Connection] = set()  #: they wait until descriptors have been closed
         self._listener = Listener(config, activated_fd)
@@ -97,11 +99,10 @@ class ControlServer:
         )  # fmt: skip
         limit = self._config.max_connections
         if len(self.connections) > limit + SURPLUS:
-            self.refused += 1
+            self.refusals.note(str(connection), _too_many(limit))
             self.close_connection(connection)
         elif len(self.connections) > limit:
-            what = f"{limit} connections are open"
-            connection.refusal = M.Refused(M.RefusalCode.LIMIT, what, "raise control.max_connections")
+            connection.refusal = _too_many(limit)
         elif not self._authorised(connection):
             what = f"uid {connection.uid} may not use {self._config.socket}"
             remedy = "join the socket's group, or add the uid to control.allowed_uids"
@@ -166,10 +167,10 @@ class ControlServer:
             else:
                 self._hello(c, message)
             return
+        self._asked[c] = _asked(message)
         try:
             answer = self._service.request(c, message, fds)
         except Refusal as e:
-            self.refused += 1
             refused = M.Refused(e.code, e.what, e.remedy)
             if e.code is M.RefusalCode.BAD_MESSAGE:
                 self._refuse_and_close(c, refused)
@@ -187,7 +188,7 @@ class ControlServer:
             what = f"protocol {message.protocol_min}-{message.protocol_max}, this sidecar speaks {M.PROTOCOL_MIN}-{M.PROTOCOL}"
             self._refuse_and_close(c, M.Refused(M.RefusalCode.VERSION, what, "run the same release on both sides"))
         else:
-            c.client = _printable(message.client) or "unnamed"
+            c.client = printable(message.client) or "unnamed"
             welcome = self._service.welcome()
             welcome.protocol = min(message.protocol_max, M.PROTOCOL)
             self.reply(c, welcome)
@@ -207,6 +208,8 @@ class ControlServer:
 
     def reply(self, c: Connection, message: M.SidecarMessage, fds: Sequence[int] = ()) -> bool:
         """Send an answer; False (and the connection closed) if the peer is gone or does not read."""
+        if isinstance(message, M.Refused):  # whoever refuses, and whenever: everything goes out here
+            self._note(c, message)
         if c.closed:
             return False
         if c.busy:
@@ -230,11 +233,13 @@ class ControlServer:
         return True
 
     def _refuse_and_close(self, c: Connection, refused: M.Refused) -> None:
-        self.refused += 1
-        log.warning("%s refused: %s", c, refused.what)
+        self._note(c, refused)
         with contextlib.suppress(OSError):
             control.send(c.sock, refused)
         self.close_connection(c)
+
+    def _note(self, c: Connection, refused: M.Refused) -> None:
+        self.refusals.note(f"{c}{self._asked.get(c, '')}", refused)
 
     def close_connection(self, c: Connection) -> None:
         """Hang up and tell the service (idempotent)."""
@@ -249,11 +254,13 @@ class ControlServer:
             c.sock.shutdown(socket.SHUT_RDWR)  # the peer sees the end now
         close_later([c.sock.detach()])  # messages that were not read may hold descriptors too
         self._service.disconnected(c)
+        self._asked.pop(c, None)
         os.close(c.pidfd)
 
     # --- time -----------------------------------------------------------------------------------------------------------------
     def tick(self) -> None:
         """Drop peers that owe a Hello or have been silent without a session; listen again after running out of descriptors."""
+        self.refusals.say()
         now = time.monotonic()
         for c in list(self.connections.values()):
             limit = self._config.idle_timeout_s if c.client else self._config.handshake_timeout_s
@@ -283,6 +290,12 @@ class ControlServer:
         self._listener.unlock()
 
 
-def _printable(text: str) -> str:
-    """A peer's own words, fit for one line of a log."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def _too_many(limit: int) -> M.Refused:
+    return M.Refused(M.RefusalCode.LIMIT, f"{limit} connections are open", "raise control.max_connections")
+
+
+def _asked(message: M.ClientMessage) -> str:
+    """Who is meant where several clients share a name, and pids mean nothing across containers."""
+    if isinstance(message, M.Attach):
+        return f", {message.role.value} {message.rank} of engine {message.engine_id[:80]!r},"
+    return f", {type(message).__name__},"

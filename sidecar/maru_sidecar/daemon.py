@@ -159,7 +159,8 @@ class Sidecar:
             return Health(False, f"a copy does not end: {', '.join(hanging)}")
         if self.sessions is not None and (n := self.sessions.hanging) > MAX_HANGING:
             return Health(False, f"the memory of {n} engines does not answer, their threads hang")
-        return Health(True, self.node.trouble() if self.node is not None else "")
+        troubles = (self.node.trouble() if self.node is not None else "", self.pool.lost() if self.pool is not None else "")
+        return Health(True, "; ".join(filter(None, troubles)))
 
     def ready(self) -> tuple[bool, str]:
         """Whether lookups are answered from the pool, else the state."""

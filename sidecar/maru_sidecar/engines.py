@@ -17,6 +17,7 @@ from maru_shm.geometry import KvLayout
 from maru_shm.keys import namespace_id
 from maru_shm.layout import KEY_BYTES, Role
 from maru_shm.messages import Attach, RefusalCode
+from maru_sidecar.pool_header import GiB
 
 MAX_WORLD = 4096
 MAX_PIECES = 1 << 16
@@ -182,9 +183,18 @@ class EngineRegistry:
             raise Refusal(
                 bad,
                 f"a chunk of {attach.chunk_tokens} tokens is {slab_bytes} bytes, a pool region {self._region_bytes}",
-                "lower maru.chunk_tokens, or raise pool.region_size",
+                f"lower maru.chunk_tokens, or {_larger_regions(slab_bytes)}",
             )
         return slab_bytes
+
+
+def _larger_regions(slab_bytes: int) -> str:
+    """What gives a pool regions that hold such a slab. Unless configured, a region is a sixteenth of it, at most 1 GiB."""
+    region = 1 << max(20, slab_bytes.bit_length())
+    while P.region_plan(region, slab_bytes)[0] < 1:
+        region *= 2
+    size = f" or pool.size = {region >> 16}MiB" if region <= GiB else ""
+    return f"make the pool anew with pool.region_size = {region >> 20}MiB{size}, or more"
 
 
 def _short(value: object) -> str:

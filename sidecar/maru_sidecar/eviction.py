@@ -97,9 +97,11 @@ class LeastRecentlyUsed:
 
 @dataclass(frozen=True, slots=True)
 class Watermarks:
-    """Fractions of a size class's slabs (its own and those of empty regions). Above ``high``, a store evicts down to ``low``.
+    """Fractions of a size class's slabs (its own and those of empty regions). A store that would take the class above ``high``
+    evicts down to ``low`` first; without a store they mean nothing.
 
-    The margin keeps freed slabs in stock; evicting costs a few µs, so it is small.
+    Slabs, not the pool's bytes: what a region has left beyond its last slab is nobody's, so with every slab taken a pool may
+    say that 88 % of its bytes are used. The margin keeps freed slabs in stock; evicting costs a few µs, so it is small.
     """
 
     high: float = 0.98

@@ -6,6 +6,9 @@ engine: the tool works on a hung pair and on the remains of a dead one.
 
 from __future__ import annotations
 
+import os
+import re
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from maru_shm import __version__
-from maru_shm.errors import MaruError
+from maru_shm.errors import MaruError, SidecarUnavailable
 from maru_sidecar.output import (
     EXIT_CODES_HELP,
     ExitCode,
@@ -29,10 +32,10 @@ from maru_sidecar.output import (
 )
 
 if TYPE_CHECKING:  # numpy and posix_ipc load when a segment is opened, not for --help
+    from maru_sidecar.ring_tail import Following
     from maru_sidecar.ring_view import RecordView, SegmentView
 
 PROGRAM = "maru-ring"
-POLL_S = 0.002  #: `tail` looks this often
 LS_COLUMNS = (
     "segment", "role", "sidecar", "client", "state", "head", "tail", "queued", "in_flight", "armed", "sidecar_beat_s",
     "client_beat_s", "step", "fence", "problem",
@@ -53,20 +56,43 @@ def of_one_sidecar(command: F) -> F:
     """``--socket`` or ``--instance``: the segments of one sidecar; those of all on this host without."""
     socket = click.option("--socket", metavar="PATH", help="Only segments of the sidecar that serves this control socket.")
     instance = click.option(
-        "--instance", metavar="HEX", help="Only segments of this instance (8 hex digits, as in their names)."
+        "--instance", metavar="HEX", callback=_hex, help="Only segments of this instance (8 hex digits, as in their names)."
     )
     return socket(instance(command))
 
 
+def _hex(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
+    """An instance as in the segments' names."""
+    if value is not None and not re.fullmatch(r"[0-9a-fA-F]{8}", value):
+        raise click.BadParameter(f"{value!r} is no instance: 8 hex digits, as in a segment's name or `maru-sidecar describe`")
+    return value and value.lower()
+
+
 def _instance(socket: str | None, instance: str | None) -> str | None:
-    """The instance that was asked for. A socket's path makes its name: nobody needs to answer there."""
+    """The instance that was asked for. A socket's path makes its name: nobody needs to answer there.
+
+    Raises :class:`SidecarUnavailable` for a path where there is no socket, unless a dead sidecar left segments of it: a
+    wrong path would look as if all were well.
+    """
     if socket is None:
         return instance
     if instance is not None:
         raise click.UsageError("--socket and --instance both name a sidecar: give one of them")
+    from maru_shm.segment import list_names
     from maru_sidecar.listener import instance_of
 
-    return instance_of(socket)
+    found = instance_of(socket)
+    if (why := _no_socket(socket)) and not any(list_names(found)):
+        raise SidecarUnavailable(f"no sidecar at {socket}: {why}; nor has one left segments", "name the right socket")
+    return found
+
+
+def _no_socket(path: str) -> str:
+    """Why there is no socket at ``path``; empty if there is one, be it that nobody listens."""
+    try:
+        return "" if stat.S_ISSOCK(os.stat(path).st_mode) else "it is no socket"
+    except OSError as e:
+        return e.strerror or str(e)
 
 
 @click.group(epilog=EXIT_CODES_HELP, context_settings={"help_option_names": ["-h", "--help"]})
@@ -143,12 +169,19 @@ def tail(
 ) -> None:
     """Follow requests as they complete: until interrupted, --count or --seconds. JSON: one document per line.
 
+    Segments of engines that start meanwhile are followed too, those that vanish no more; while there is none it waits. With
+    SEGMENTs named it ends when they are gone: none comes back.
+
     Looks every 2 ms; a record that is used again in between is not seen. The engine is never slowed down for this.
     """
-    views = list(_views(segments, _instance(socket, instance)))
-    if not views:
-        click.echo("no segments", err=True)
-    for printed, record in enumerate(_completions(views, seconds), start=1):
+    from maru_sidecar.ring_tail import Following
+    from maru_sidecar.ring_view import resolve
+
+    asked = _instance(socket, instance)
+    following = Following(
+        asked, [resolve(text, asked) for text in segments], lambda said: click.echo(f"{PROGRAM}: {said}", err=True)
+    )
+    for printed, record in enumerate(_completions(following, seconds), start=1):
         row = record.row()
         if fmt == "json":
             echo_json(row, compact=True)
@@ -160,20 +193,16 @@ def tail(
             return
 
 
-def _completions(views: Sequence[SegmentView], seconds: float | None) -> Iterator[RecordView]:
+def _completions(following: Following, seconds: float | None) -> Iterator[RecordView]:
+    from maru_sidecar.ring_tail import POLL_S
+
     end = time.monotonic() + seconds if seconds is not None else float("inf")
-    try:
-        for view in views:
-            view.skip_completed()
-        while views:
-            for view in views:
-                yield from view.newly_completed()
-            if time.monotonic() >= end:
+    with following:
+        while True:
+            yield from following.completed()
+            if following.over or time.monotonic() >= end:
                 return
             time.sleep(POLL_S)
-    finally:
-        for view in views:
-            view.close()
 
 
 @cli.command("stuck")

@@ -103,6 +103,12 @@ class SegmentView:
         """Whether a process with the client's pid runs (the segment does not hold its start time)."""
         return S.process_runs(self.info.client_pid)
 
+    @property
+    def answers_to_come(self) -> bool:
+        """Whether an answer may follow though the session has ended: something was accepted, by a sidecar that runs."""
+        accepted = any(self._word(i) & 0xFF == L.State.ACCEPTED for i in range(self._shape.n_records))
+        return accepted and self.sidecar_alive
+
     # --- header -----------------------------------------------------------------------------------------------------------
     def summary(self) -> dict[str, object]:
         """One line about the segment."""

@@ -61,6 +61,8 @@ _POOL_BYTES = {
     "largest_free_extent": ("maru_pool_largest_free_extent_bytes", "Longest run of empty regions"),
 }
 _TRANSFERS = (L.Op.LOAD, L.Op.STORE)
+#: A lookup of an engine whose workers are not all there (yet): a miss with a reason, the ticket is DONE.
+_NO_FAILURE = L.Code.NOT_REGISTERED
 NAMESPACES_SHOWN = 200
 
 
@@ -97,7 +99,7 @@ def sections(sidecar: Sidecar) -> dict[str, object]:
             "instance": sidecar.instance,
             "generation": f"{sidecar.generation:016x}",
             "connections": len(sidecar.server.connections),
-            "connections_refused": sidecar.server.refused,
+            "connections_refused": sidecar.server.refusals.total,
             "protocol_violations": sidecar.violations,
             "deferred_calls_failed": sidecar.poller.failed,
             "engines_abandoned": sidecar.sessions.abandoned if sidecar.sessions is not None else 0,
@@ -113,7 +115,8 @@ def sections(sidecar: Sidecar) -> dict[str, object]:
         "sessions": _sessions(sidecar),
         "queues": _queues(_lanes(sidecar)),
         "transfers": _transfers(sidecar),
-        "failures": {code.name: n for code, n in sidecar.counters.codes.items() if code is not L.Code.OK and n},
+        "failures": {code.name: n for code, n in sidecar.counters.codes.items() if code not in (L.Code.OK, _NO_FAILURE) and n},
+        "refusals": sidecar.server.refusals.status(),
     }
 
 
@@ -162,16 +165,18 @@ def _cache(sidecar: Sidecar, stats: Mapping[str, object]) -> dict[str, object]:
     """Two ratios: of what lookups asked for, how much was there; of what loads asked for, how much arrived (all ranks counted).
 
     A lookup is not a load: an engine may look a prompt up several times, and find it in its own cache after all. ``hit_ratio``
-    is the lookups'.
+    is the lookups'. ``lookups_not_registered``: lookups of engines without all their workers, which miss.
     """
     asked, hit = _number(stats.get("chunks_asked_total")), _number(stats.get("chunks_hit_total"))
     with sidecar.counters.lock:
         loads = sidecar.counters.ops[L.Op.LOAD]
         load_asked, loaded = loads.asked, loads.chunks
+        unregistered = sidecar.counters.codes[_NO_FAILURE]
     hit_ratio = _ratio(hit, asked)
     return {
         "chunks_asked": asked, "chunks_hit": hit, "hit_ratio": hit_ratio, "lookup_hit_ratio": hit_ratio,
         "load_chunks_asked": load_asked, "load_chunks_loaded": loaded, "load_success_ratio": _ratio(loaded, load_asked),
+        "lookups_not_registered": unregistered,
     }  # fmt: skip
 
 
@@ -259,7 +264,8 @@ def _daemon_metrics(sidecar: Sidecar) -> Iterator[Metric]:
     yield Metric("maru_degraded", "gauge", "1 while something from outside is missing; local hits go on", {}, health.degraded)
     yield Metric("maru_uptime_seconds", "gauge", "Time since the start", {}, time.monotonic() - sidecar.started_s)
     yield Metric("maru_connections", "gauge", "Open control connections", {}, len(sidecar.server.connections))
-    yield Metric("maru_refused_total", "counter", "Connections and control messages refused", {}, sidecar.server.refused)
+    for code, n in sidecar.server.refusals.counts.items():
+        yield Metric("maru_refused_total", "counter", "Connections and control messages refused", {"code": code.value}, n)
     yield Metric(
         "maru_protocol_violations_total", "counter", "Sessions ended for a broken ring or record", {}, sidecar.violations
     )

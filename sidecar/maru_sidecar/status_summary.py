@@ -17,6 +17,7 @@ _TROUBLE = {
         "handlers_failed",
     ),
     "directory": ("dropped_bad_total", "full_total", "leases_expired_total"),
+    "cache": ("lookups_not_registered",),
 }  # fmt: skip
 _ENGINE = ("engine_id", "label", "world", "registered", "complete", "chunk_tokens", "sessions")
 _QUEUE = ("device", "queue", "jobs", "bytes_in_flight", "alive")
@@ -39,6 +40,7 @@ def summary(sections: Mapping[str, object]) -> dict[str, object]:
         "queues": _rows([row for row in _list(sections, "queues") if row.get("jobs") or row.get("alive") is False], _QUEUE),
         "transfers": _rows([row for row in _list(sections, "transfers") if row.get("tickets")], _TRANSFER),
         "failures": dict(_values(sections, "failures")),
+        "refusals": dict(_values(sections, "refusals")),
     }  # fmt: skip
     return {name: value for name, value in shown.items() if value}
 
@@ -72,11 +74,31 @@ def _pool(sections: Mapping[str, object]) -> dict[str, object]:
     used, total = values.get("bytes_used"), values.get("bytes_total")
     if isinstance(used, int) and isinstance(total, int) and total:
         shown["used"] = f"{human_bytes(used)} of {human_bytes(total)} ({100 * used / total:.0f} %)"
+    if slabs := _slabs(_values(sections, "directory")):
+        shown["slabs"] = slabs
     opened, wanted = values.get("opening_bytes"), values.get("opening_total_bytes")
     if isinstance(opened, int) and isinstance(wanted, int):
         shown["opening"] = f"{human_bytes(opened)} of {human_bytes(wanted)}"
     shown |= _picked(values, ("prefault", "prefault_error"))
     return shown | {key: value for key, value in _picked(values, ("warnings",)).items() if value}
+
+
+def _slabs(directory: Mapping[str, object]) -> list[str]:
+    """By size: those taken, of those there are and could be in empty regions. Eviction goes by them; a region's last bytes, too
+    few for a slab, keep the bytes below 100 %."""
+    empty = _count(directory, "regions_free")
+    classes = [(_count(row, "stride"), _count(row, "regions"), _count(row, "slabs"), _count(row, "used"))
+               for row in _list(directory, "size_classes")]  # fmt: skip
+    shown = []
+    for stride, regions, slabs, used in sorted((c for c in classes if c[1] and c[2]), key=lambda c: -c[2])[:ROWS]:
+        total = slabs + empty * (slabs // regions)
+        shown.append(f"{used} of {total} of {human_bytes(stride)} ({100 * used / total:.0f} %)")
+    return shown
+
+
+def _count(values: Mapping[str, object], key: str) -> int:
+    value = values.get(key)
+    return value if isinstance(value, int) else 0
 
 
 def _cache(sections: Mapping[str, object]) -> dict[str, object]:
@@ -86,7 +108,7 @@ def _cache(sections: Mapping[str, object]) -> dict[str, object]:
         **_picked(_values(sections, "cache"), ("hit_ratio", "load_success_ratio")),
         **_picked(directory, ("pins", "leases", "evicted_total")),
     }
-    return shown | _trouble(sections, "directory")
+    return shown | _trouble(sections, "directory") | _trouble(sections, "cache")
 
 
 def _sharing(values: Mapping[str, object]) -> dict[str, object]:

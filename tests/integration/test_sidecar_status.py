@@ -13,14 +13,15 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
-from tests.support.client import Client, admin, blocks_table, prompt_keys
+from tests.support.client import Client, KvCache, admin, blocks_table, prompt_keys
 from tests.support.sidecar_process import SidecarProcess
 from tests.support.waiting import until
 
 from maru_shm import layout as L
 from maru_shm import messages as M
-from maru_shm.errors import MaruError
+from maru_shm.errors import AttachRefused, MaruError
 
 
 @pytest.fixture
@@ -98,6 +99,46 @@ def test_sections_name_engines_sessions_queues_and_health(sidecar: SidecarProces
         }
         assert {t["op"] for t in said["transfers"]} == {op.name.lower() for op in L.Op}
     assert json.loads(get(sidecar, "/status")[1])["sidecar"]["pid"] == sidecar.pid
+
+
+def test_an_engine_that_is_refused_is_in_the_log_the_status_and_the_metrics(sidecar: SidecarProcess) -> None:
+    """At once (a chunk that fits no region) and late, from the attach's thread (memory that is not there)."""
+    assert sections(sidecar)["refusals"] == {}
+    huge, away = KvCache(num_blocks=4, layers=1, piece=4 << 20), KvCache()
+    (region,) = away.layout.regions
+    away.layout = msgspec.structs.replace(away.layout, regions=(msgspec.structs.replace(region, address=4096),))
+    for engine_id, cache in (("too large", huge), ("too large", huge), ("elsewhere", away)):
+        with pytest.raises(AttachRefused):
+            Client(sidecar.socket, engine_id=engine_id, cache=cache)
+    said = sections(sidecar)
+    assert said["sidecar"]["connections_refused"] == 3
+    counts = {"bad_geometry": 2, "unreachable_memory": 1}
+    assert said["refusals"].items() >= counts.items()
+    assert "worker 0 of engine 'elsewhere', refused (unreachable_memory): " in said["refusals"]["last"]
+    assert 0 <= said["refusals"]["last_age_s"] < 600
+    log = sidecar.log.read_text()
+    for engine_id, code in (("too large", "bad_geometry"), ("elsewhere", "unreachable_memory")):
+        assert log.count(f"worker 0 of engine '{engine_id}', refused ({code}): ") == 1  # the second time within 10 s
+    assert "or make the pool anew with pool.region_size = 32MiB or pool.size = 512MiB, or more" in log
+    shown = subprocess.run(
+        [sys.executable, "-m", "maru_sidecar", "status", "--socket", sidecar.socket],
+        capture_output=True, text=True, timeout=60, check=True,
+    ).stdout  # fmt: skip
+    lines = [line.split() for line in shown.splitlines()]
+    for words in (["connections_refused", "3"], ["bad_geometry", "2"], ["unreachable_memory", "1"]):
+        assert words in lines
+    assert "engine 'elsewhere', refused" in shown
+    counted = metrics(sidecar)
+    assert {code: counted[f'maru_refused_total{{code="{code}"}}'] for code in (*counts, "limit")} == {**counts, "limit": 0}
+
+
+def test_lookups_of_an_engine_without_workers_are_misses_with_a_reason_and_no_failures(sidecar: SidecarProcess) -> None:
+    with Client(sidecar.socket, role=L.Role.SCHEDULER) as scheduler:
+        assert [scheduler.hits(prompt_keys("early", 2)) for _ in range(3)] == [0, 0, 0]
+    said = sections(sidecar)
+    (lookups,) = [row for row in said["transfers"] if row["op"] == "lookup"]
+    assert (lookups["tickets"], lookups["failed"], said["failures"]) == (3, 0, {})
+    assert said["cache"]["lookups_not_registered"] == 3
 
 
 def test_readiness_follows_the_drain_and_health_does_not(sidecar: SidecarProcess) -> None:

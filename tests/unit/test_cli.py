@@ -113,6 +113,50 @@ def test_status_is_a_screenful_unless_more_is_asked_for(responder: Responder) ->
     assert "3 more engines; everything: --all; one section: --section sidecar|pool|directory|" in shown
 
 
+@pytest.mark.parametrize(
+    ("directory", "shown"),
+    [
+        (
+            {"regions_free": 0, "size_classes": [{"stride": 11_796_480, "regions": 3, "slabs": 15, "used": 15}]},
+            "15 of 15 of 11.2 MiB (100 %)",
+        ),
+        (
+            {
+                "regions_free": 2,
+                "size_classes": [
+                    {"stride": 4096, "regions": 1, "slabs": 200, "used": 1},
+                    {"stride": 1 << 20, "regions": 2, "slabs": 6, "used": 4},
+                ],
+            },
+            "1 of 600 of 4.0 KiB (0 %),4 of 12 of 1.0 MiB (33 %)",
+        ),
+        ({"regions_free": 3, "size_classes": []}, None),
+        ({}, None),
+    ],
+)
+def test_the_summary_shows_slabs_beside_bytes_for_eviction_goes_by_slabs(
+    responder: Responder, directory: dict[str, object], shown: str | None
+) -> None:
+    pool = {"path": "/dev/shm/p", "bytes_total": 192 << 20, "bytes_used": 15 * 11_796_480}
+    responder.answers[M.GetStatus] = lambda _: M.Status({"pool": pool, "directory": directory})
+    lines = dict(line.strip().split("  ", 1) for line in ask(responder, "status").splitlines() if line.startswith("  "))
+    assert lines["used"].strip() == "168.8 MiB of 192.0 MiB (88 %)"
+    assert lines.get("slabs", "").strip() == (shown or "")
+
+
+def test_the_summary_shows_who_was_refused_and_lookups_of_engines_without_workers(responder: Responder) -> None:
+    refusals = {"bad_geometry": 7, "last": "maru-connector (pid 4, uid 0) refused: too large", "last_age_s": 2.5}
+    status = {"refusals": refusals, "cache": {"hit_ratio": 0.0, "lookups_not_registered": 2636}}
+    responder.answers[M.GetStatus] = lambda _: M.Status(status)
+    shown = ask(responder, "status")
+    assert "refusals:\n  bad_geometry  7\n  last          maru-connector (pid 4, uid 0) refused: too large\n" in shown
+    assert "lookups_not_registered  2636" in shown
+    responder.answers[M.GetStatus] = lambda _: M.Status({"refusals": {}, "cache": {"lookups_not_registered": 0}})
+    shown = ask(responder, "status")
+    assert "refusals:" not in shown
+    assert "lookups_not_registered" not in shown
+
+
 def test_describe_shows_protocol_and_generation(responder: Responder) -> None:
     described = ask_json(responder, "describe")
     assert described == {
@@ -254,6 +298,12 @@ def test_flags_beat_the_environment_and_the_environment_the_file(tmp_path: Path)
     assert effective["pool"]["recreate"] is True
     assert effective["daemon"]["spin_us"] == 7.0
     assert effective["limits"]["max_keys"] == 99
+
+
+def test_the_help_says_what_a_watermark_is_a_share_of() -> None:
+    text = " ".join(CliRunner().invoke(cli, ["run", "--help"]).stdout.split())
+    assert "Share of the slabs of one size above which a store evicts." in text
+    assert "Share of the pool" not in text
 
 
 def test_every_flag_of_run_sets_a_key_that_exists() -> None:

@@ -9,6 +9,7 @@ from maru_shm.geometry import KvLayout, KvPlane, KvRegion, RegionKind
 from maru_shm.layout import Role
 from maru_shm.messages import Attach, RefusalCode
 from maru_sidecar.engines import EngineRegistry, Refusal
+from maru_sidecar.pool_header import plan_regions
 
 LAYOUT = KvLayout(64, 16, (KvPlane(0, 0, 4096, 4096),), (KvRegion(RegionKind.PROCESS_VM, 4096, 1 << 20),), "sig")
 
@@ -98,6 +99,32 @@ def test_a_refused_first_half_leaves_no_engine_behind(registry: EngineRegistry) 
 def test_a_slab_that_fits_no_region_is_refused_with_both_sizes(registry: EngineRegistry) -> None:
     with pytest.raises(Refusal, match="1048576 bytes, a pool region 1048576"):
         registry.claim(worker(0, chunk_tokens=16 * 256), 1)
+
+
+def large_chunk(mib: int) -> Attach:
+    """A worker whose chunk has ``mib`` MiB, in blocks of 64 KiB."""
+    layout = KvLayout(mib << 4, 16, (KvPlane(0, 0, 65536, 65536),), (KvRegion(RegionKind.PROCESS_VM, 4096, mib << 20),), "sig")
+    return worker(0, chunk_tokens=mib << 8, layout=layout)
+
+
+@pytest.mark.parametrize(("chunk_mib", "region_mib", "pool_mib"), [(2, 4, 64), (3, 4, 64), (600, 1024, 16384)])
+def test_the_refusal_of_a_slab_says_which_region_and_which_pool_would_hold_it(
+    registry: EngineRegistry, chunk_mib: int, region_mib: int, pool_mib: int
+) -> None:
+    with pytest.raises(Refusal) as caught:
+        registry.claim(large_chunk(chunk_mib), 1)
+    assert caught.value.remedy == (
+        f"lower maru.chunk_tokens, or make the pool anew with pool.region_size = {region_mib}MiB or "
+        f"pool.size = {pool_mib}MiB, or more"
+    )
+    assert plan_regions(pool_mib << 20, 0)[0] == region_mib << 20
+    assert EngineRegistry(region_mib << 20, 1).claim(large_chunk(chunk_mib), 1)
+
+
+def test_no_pool_size_is_promised_to_give_regions_above_1_gib(registry: EngineRegistry) -> None:
+    with pytest.raises(Refusal) as caught:
+        registry.claim(large_chunk(1024), 1)
+    assert caught.value.remedy.endswith("make the pool anew with pool.region_size = 2048MiB, or more")
 
 
 def test_engines_are_bounded(registry: EngineRegistry) -> None:

@@ -142,6 +142,20 @@ def test_above_the_high_watermark_a_store_evicts_down_to_the_low_one_in_one_batc
     assert directory.admin.stats()["chunks"] == 6
 
 
+def test_watermarks_are_of_slabs_so_a_pool_may_be_full_while_a_quarter_of_its_bytes_is_left(pool: PoolFile) -> None:
+    """Three slabs of 256 KiB lie in a region of 1 MiB; what is left of it can hold no fourth."""
+    directory = Directory(pool)
+    for i in range(12):
+        store(pool, directory, key(f"k{i}"))
+    stats = directory.admin.stats()
+    assert (stats["evicted_total"], stats["slabs_free"], stats["regions_free"]) == (0, 0, 0)
+    assert stats["size_classes"] == [{"stride": STRIDE, "regions": 4, "slabs": 12, "used": 12}]
+    assert (stats["bytes_used"], stats["bytes_total"]) == (12 * STRIDE, 4 * MiB)
+    assert 3 * MiB == 12 * STRIDE
+    store(pool, directory, key("one more"))
+    assert directory.admin.stats()["evicted_total"] == 1
+
+
 def test_a_store_evicts_at_most_one_batch(pool: PoolFile) -> None:
     directory = Directory(pool, watermarks=Watermarks(high=0.75, low=0.25, batch=2))
     for i in range(10):

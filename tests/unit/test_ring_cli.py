@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -263,19 +265,55 @@ def test_segments_are_chosen_by_the_socket_of_their_sidecar(tmp_path: Path) -> N
         other.post(label="other")
         link = tmp_path / "link"
         link.symlink_to(tmp_path)
-        for socket in (path, link / "control.sock"):  # nobody needs to answer there
-            assert [row["segment"] for row in rows("ls", "--socket", str(socket))] == [mine.name]
-            assert [row["label"] for row in rows("records", "--socket", str(socket))] == ["mine"]
-            stuck = json.loads(ring("stuck", "--socket", str(socket), "--seconds", "0", "--format", "json").stdout)
+        for place in (path, link / "control.sock"):  # nobody needs to answer there
+            assert [row["segment"] for row in rows("ls", "--socket", str(place))] == [mine.name]
+            assert [row["label"] for row in rows("records", "--socket", str(place))] == ["mine"]
+            stuck = json.loads(ring("stuck", "--socket", str(place), "--seconds", "0", "--format", "json").stdout)
             assert {row["segment"] for row in stuck} == {mine.name}
         assert ring("tail", "--socket", str(path), "--seconds", "0").exit_code == 0
-        assert "no segments" in ring("tail", "--socket", "/none", "--seconds", "0").stderr
-        assert rows("ls", "--socket", str(tmp_path / "another.sock")) == []
+        with contextlib.closing(socket_at(tmp_path / "another.sock")):  # a sidecar without engines
+            assert rows("ls", "--socket", str(tmp_path / "another.sock")) == []
         both = CliRunner().invoke(cli, ["ls", "--socket", str(path), "--instance", INSTANCE])
         assert (both.exit_code, "give one of them" in both.stderr) == (2, True)
     finally:
         mine.close()
         other.close()
+
+
+def socket_at(path: Path) -> socket.socket:
+    """A socket that lies there; nobody serves it."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.bind(str(path))
+    return made
+
+
+@pytest.mark.parametrize("verb", [("ls",), ("records",), ("stuck",), ("tail", "--seconds", "0")])
+def test_a_path_where_no_sidecar_is_or_was_does_not_look_as_if_all_were_well(tmp_path: Path, verb: tuple[str, ...]) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for path, why in ((tmp_path / "none.sock", "No such file or directory"), (file, "it is no socket")):
+        result = run_ring(*verb, "--socket", str(path))
+        assert (result.returncode, result.stdout) == (4, "")
+        assert result.stderr == f"maru-ring: no sidecar at {path}: {why}; nor has one left segments; name the right socket\n"
+    with contextlib.closing(socket_at(tmp_path / "idle.sock")):
+        assert run_ring(*verb, "--socket", str(tmp_path / "idle.sock")).returncode == 0
+    assert "4 no sidecar" in run_ring("--help").stdout
+
+
+@pytest.mark.parametrize("verb", ["ls", "records", "stuck", "tail"])
+@pytest.mark.parametrize("instance", ["zz", "", "0badcaf", "0badcafe0", "/0badcafe"])
+def test_what_is_no_instance_is_a_wrong_flag(verb: str, instance: str) -> None:
+    result = CliRunner().invoke(cli, [verb, "--instance", instance])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{instance!r} is no instance: 8 hex digits" in result.stderr
+
+
+def test_an_instance_may_be_written_in_capitals() -> None:
+    pair = Pair(7, instance="abcdef01")
+    try:
+        assert [row["segment"] for row in rows("ls", "--instance", "ABCDEF01")] == [pair.name]
+    finally:
+        pair.close()
 
 
 def test_it_says_its_version() -> None:
