@@ -8,6 +8,8 @@ is served on.
 *Losing one.* The link marks a region's lease revoked when the server gave it to another node. From that moment no word of it
 is written; at the next tick its chunks are forgotten. Loads in between compare generations.
 
+*Trusting the server.* What it says of regions is checked before anything is done with it (``grants.py``).
+
 *Names.* A node is one sidecar on one pool. Its name is locked on this machine (``PoolFile.lock_node``), which proves that an
 earlier process of it is dead; across machines the names must differ, and by default contain the machine's.
 """
@@ -19,15 +21,16 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 
+from maru_server import protocol as P
 from maru_server.announce import Slabs
 from maru_server.auth import read_token
 from maru_server.lease import RegionLease
-from maru_server.link_types import LinkConfig, LinkState
+from maru_server.link_types import LinkConfig, LinkState, LinkStats
 from maru_server.node import NodeLink
-from maru_server.protocol import Predecessor, Region
 from maru_shm import poolformat as F
 from maru_shm.errors import MaruError
 from maru_sidecar.config import Config
@@ -36,6 +39,7 @@ from maru_sidecar.pool import PoolFile
 from maru_sidecar.pool_header import boot_id
 from maru_sidecar.sharing import owner
 from maru_sidecar.sharing.announcer import Announcer
+from maru_sidecar.sharing.grants import Grants
 from maru_sidecar.sharing.lookups import PeerLookups
 from maru_sidecar.sharing.news import StoreNews
 from maru_sidecar.sharing.rights import GrantedRegions
@@ -74,19 +78,18 @@ class Node:
         token = read_token(config.server.token_file or None)
         self.link = NodeLink(
             LinkConfig(
-                config.server.endpoint, self.name, token=token, predecessor=Predecessor.ENDED,
+                config.server.endpoint, self.name, token=token, predecessor=P.Predecessor.ENDED,
                 label=f"pid {os.getpid()}, pool {pool.spec.file_path}",
             ),
             self._slabs,
-            [Region(pool.uuid, region, record.token) for region, record in held],
+            [P.Region(pool.uuid, region, record.token) for region, record in held],
         )  # fmt: skip
         for lease in self.link.regions:
             self.rights.add(lease.region, lease)
+        self.grants = Grants(pool, self.link, self.rights, lambda leases: call_soon(partial(self._take, leases)))
         self._woken = False  # a flush is on its way that will look at the stock of empty regions
-        self._asking = False
         self._asked_s = 0.0  # when a region was wanted last
         self._stride = 0
-        self._refusal = ""
         self._lost = 0
         self._stores = StoreNews()
         self._directory: Directory
@@ -109,13 +112,7 @@ class Node:
         self.slabs = SharedSlabs(directory, reader, self.lookups.leases)
 
     def start(self) -> None:
-        self.link.add_device(
-            self._pool.uuid,
-            self._pool.n_regions,
-            self._pool.region_bytes,
-            first=1,
-            label=os.path.basename(self._pool.spec.path),
-        )
+        self.grants.add_device()
         self.link.start()
         self.tick()
 
@@ -129,17 +126,20 @@ class Node:
         """A few times a second."""
         for region, lease in self.rights.items():
             if lease.revoked:
-                self.rights.remove(region)
-                self._recorded.pop(region, None)
-                self._lost += 1
-                n = self._directory.shared.lose(region)
-                log.warning("region %d is another node's now: %d chunks forgotten", region, n)
-            elif lease.token != self._recorded.get(region) and lease.writable():
+                self._lose(region)
+            elif lease.token != self._recorded.get(region) and lease.writable() and self.grants.recordable(lease):
                 self._record(region, lease.token)
         self._give_back()
         self._stores.look(self.no_stores)
         self.events.retry(self.link, self._directory)
         self.flush()
+
+    def _lose(self, region: int) -> None:
+        self.rights.remove(region)
+        self._recorded.pop(region, None)
+        self._lost += 1
+        n = self._directory.shared.lose(region)
+        log.warning("region %d is another node's now: %d chunks forgotten", region, n)
 
     def _record(self, region: int, token: int) -> None:
         owner.write(self._pool, region, self.id, token)
@@ -163,29 +163,32 @@ class Node:
     # --- growing --------------------------------------------------------------------------------------------------------------
     def _grow(self) -> None:
         """Keep empty regions in stock: a store that finds none has to evict."""
-        if not self._asking and self._directory.shared.n_free < self._config.spare_regions:
-            self._asking = True
+        if self.grants.may_ask and self._directory.shared.n_free < self._config.spare_regions:
             self._asked_s = time.monotonic()
-            self.link.request_regions(1, self._granted, device=self._pool.uuid, slab_bytes=self._stride)
+            self.grants.ask(self._stride, self._took_none)
         self._woken = False  # last: whoever looks sees one of the two
 
-    def _granted(self, result: list[RegionLease] | MaruError) -> None:  # on the link's thread
-        if isinstance(result, MaruError):
-            self._refusal = str(result)
-            self._asking = False  # the next tick asks again
-            return
-        self._refusal = ""
-        for lease in result:
-            self.rights.add(lease.region, lease)
-            if not self._take_in(lease):
-                self.rights.remove(lease.region)
-                self.link.free_region(lease)
-        # A burst may have taken the region's first slab already, which asked for nothing while this was under way, and its
-        # last before the flush comes: until that has looked at the stock, more may be on its way.
-        self._asked_s = time.monotonic()
+    def _took_none(self) -> None:
+        """On the link's thread: a region is still wanted, the next tick asks again."""
         self._woken = True
-        self._asking = False
-        self._call_soon(self.flush)
+
+    def _take(self, leases: list[RegionLease]) -> None:
+        """Use granted regions. By the main thread, which is also the one that sees that a region was lost."""
+        try:
+            for lease in leases:
+                if lease.region in self.rights:
+                    self._lose(lease.region)  # and granted anew before a tick saw it
+                self.rights.add(lease.region, lease)
+                if not self._take_in(lease):
+                    self.rights.remove(lease.region)
+                    self.link.free_region(lease)
+        finally:
+            # A burst may have taken the region's first slab already, which asked for nothing while this was under way, and its
+            # last before the flush comes: until that has looked at the stock, more may be on its way.
+            self._asked_s = time.monotonic()
+            self._woken = True
+            self.grants.asking = False
+        self.flush()
 
     def _take_in(self, lease: RegionLease) -> bool:
         """Whether a granted region can be used."""
@@ -201,7 +204,7 @@ class Node:
     def want_region(self, stride: int) -> None:
         """Under the directory's lock: the last empty region is in use."""
         self._stride = stride
-        if not self._woken and not self._asking:
+        if not self._woken and not self.grants.asking:
             self._woken = True
             self._asked_s = time.monotonic()
             self._call_soon(self.flush)
@@ -209,7 +212,7 @@ class Node:
     @property
     def growing(self) -> bool:
         """Whether a region was asked for a moment ago and neither granted nor refused."""
-        return (self._woken or self._asking) and time.monotonic() - self._asked_s < GROWTH_S
+        return (self._woken or self.grants.asking) and time.monotonic() - self._asked_s < GROWTH_S
 
     def _slabs(self, lease: RegionLease) -> Iterator[Slabs]:
         """On the link's thread: what a region holds, for a full announcement."""
@@ -237,7 +240,9 @@ class Node:
             return f"{lease}, and the metadata server's answer is awaited"
         if len(self.rights):
             return "the regions held from before are not confirmed yet; they are once a lease and the grace time have passed"
-        refused = s.regions_refused or self._refusal
+        if self.grants.amiss:
+            return self.grants.amiss
+        refused = s.regions_refused or self.grants.refusal
         return f"no region was granted: {refused}" if refused else "no region is granted yet: the server was asked for one"
 
     def trouble(self) -> str:
@@ -247,14 +252,13 @@ class Node:
         s = self.link.stats()
         if s.state is LinkState.CONNECTING and s.last_error:
             return f"no session with the metadata server, stores stop when the lease ends: {s.last_error}"
-        return ""
+        return self.grants.amiss or (s.last_error if s.error_stands else self.lookups.too_short)
 
     # --- status and end -------------------------------------------------------------------------------------------------------
     def status(self) -> dict[str, object]:
         """Plain values for the status page."""
         s, told, asked = self.link.stats(), self.events.counts, self.lookups.counts
         no_stores = self.no_stores()
-        error = "last_error" if s.state in (LinkState.CONNECTING, LinkState.SUPERSEDED) else "past_error"
         return {
             "node": self.name,
             "server": self._config.endpoint,
@@ -264,6 +268,7 @@ class Node:
             "regions": len(self.rights),
             "regions_writable": self.rights.writable,
             "regions_lost": self._lost,
+            "grants_refused": self.grants.refused,
             "lease_ms_left": s.lease_ms_left,
             "slabs_published": told.published,
             "slabs_withdrawn": told.withdrawn,
@@ -271,14 +276,24 @@ class Node:
             "keys_announced": s.keys_announced,
             "lookups_asked": asked.asked,
             "lookups_unanswered": asked.late,
+            "lookups_refused": asked.refused,
+            "lookups_pinned_too_short": asked.short,
             "chunks_found": asked.chunks,
             "chunks_stale": asked.stale,
             "slabs_vanished": self.slabs.vanished,
             "foreign_leases": len(self.lookups.leases),
             "reconnects": s.reconnects,
-            **({"region_refused": self._refusal} if self._refusal else {}),
-            **({error: s.last_error, f"{error}_age_s": round(s.last_error_ms_ago / 1e3, 1)} if s.last_error else {}),
+            "requests_refused": s.refused,
+            **({"region_refused": refusal} if (refusal := self.grants.amiss or self.grants.refusal) else {}),
+            **self._error(s),
         }
+
+    def _error(self, s: LinkStats) -> dict[str, object]:
+        """What is wrong now, else what was."""
+        if not s.error_stands and self.lookups.too_short:
+            return {"last_error": self.lookups.too_short}
+        name = "last_error" if s.error_stands else "past_error"
+        return {name: s.last_error, f"{name}_age_s": round(s.last_error_ms_ago / 1e3, 1)} if s.last_error else {}
 
     def close(self) -> None:
         """Write nothing any more, leave. After the last copy and before the pool is closed."""
