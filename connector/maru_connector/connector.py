@@ -102,8 +102,8 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
             transfer.kv_load_failure_policy = "recompute"
             if block_outermost.made_by_multi_connector():
                 logger.warning(
-                    "maru: beside other connectors, vLLM goes by MultiConnector's own kv_load_failure_policy: set it to 'recompute',"
-                    " or a load that fails is a failed request."
+                    "maru: beside other connectors, vLLM goes by MultiConnector's own kv_load_failure_policy: set it to"
+                    " 'recompute', or a load that fails is a failed request."
                 )
         if not (transfer.is_kv_producer and transfer.is_kv_consumer):
             logger.warning("maru: kv_role is %r; 'kv_both' stores and loads.", transfer.kv_role)

@@ -109,7 +109,7 @@ class Lookups:
         return lookup
 
     def _about_to_end(self, state: RequestState) -> NoAnswer:
-        """It waited in the queue for longer than the lease lives: ask anew. Leases may be shorter than any wait, so not for ever."""
+        """It waited in the queue for longer than the lease lives: ask anew. Not for ever, as leases may be too short for any."""
         self.drop(state)
         state.known_hits = -1
         state.renewals += 1
@@ -118,8 +118,8 @@ class Lookups:
         state.may_look_up = False
         self._once.warning(
             "short leases",
-            "maru: the lease of a hit was about to end %d times before it could be used: a miss. The sidecar's cache.lease_ttl_s,"
-            " or in a shared pool server.pin_ttl_s and the server's --max-pin-ms, should be ten seconds or more.",
+            "maru: the lease of a hit was about to end %d times before it could be used: a miss. The sidecar's"
+            " cache.lease_ttl_s, in a shared pool also server.pin_ttl_s and the server's --max-pin-ms, should be 10 s or more.",
             state.renewals,
         )
         return NoAnswer.MISS

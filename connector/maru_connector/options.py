@@ -1,6 +1,6 @@
 """What a user may set in ``kv_connector_extra_config``, parsed and checked once.
 
-Keys are ``maru.<field>``, e.g. ``{"maru.socket": "/run/maru/control.sock", "maru.chunk_tokens": 256}``. Any other key that begins
+Keys are ``maru.<field>``, e.g. ``{"maru.socket": "/run/maru/control.sock", "maru.chunk_tokens": 256}``. Any other that begins
 with ``maru`` and ``.``, ``_`` or ``-``, in whatever case, and is none of the names below, is a
 :class:`~maru_shm.errors.ConfigError` that names the nearest one; other keys are somebody else's.
 

@@ -97,7 +97,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node: str = ""  #: this sidecar's name in the cluster; empty: host name and instance
     token_file: str = ""  #: the cluster's token; needed anywhere but on loopback
     lookup_wait_ms: float = 20.0  #: a lookup is answered without the server if that takes longer
-    pin_ttl_s: float = 30.0  #: chunks of others stay pinned at the server this long, at most its ``--max-pin-ms``
+    pin_ttl_s: float = 30.0  #: chunks of others stay pinned this long; the server grants its ``--max-pin-ms`` at most
     write_margin_ms: int = 500  #: a slab's write begins only while the region's lease lasts that much longer
     spare_regions: int = 1  #: empty regions kept in stock; twice as many are given back
 

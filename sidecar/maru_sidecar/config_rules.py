@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Rule = tuple[str, object, bool, str]
 _SUN_PATH = 107  #: sun_path holds 108 bytes with its terminator
 _DAY_S = 86_400.0
+LEAST_LEASE_S = 3  #: an engine does not build upon a lease with under two seconds left
 _BYTES = 1 << 62  #: what a file's offset can hold, with room to add two
 _ID_MAX = (1 << 32) - 2  #: uid and gid; the last one means none
 #: Above these a number is a slip: so large a request does not fit into a segment's cell (64 MiB), and no process has the
@@ -117,7 +118,7 @@ def _server(c: Config, told: Callable[[str], str]) -> Iterator[Rule]:
     expected = f"the cluster's token: {server.endpoint} is not on loopback (server.endpoint is {told('server.endpoint')})"
     yield "server.token_file", server.token_file, guarded, expected
     yield "server.lookup_wait_ms", server.lookup_wait_ms, 0 < server.lookup_wait_ms <= 1000, "above 0, at most 1000 ms"
-    yield "server.pin_ttl_s", server.pin_ttl_s, 1 <= server.pin_ttl_s <= 3600, "1 to 3600 seconds"
+    yield "server.pin_ttl_s", server.pin_ttl_s, LEAST_LEASE_S <= server.pin_ttl_s <= 3600, f"{LEAST_LEASE_S} to 3600 seconds"
     yield "server.write_margin_ms", server.write_margin_ms, 0 <= server.write_margin_ms <= 60_000, "0 to 60000 ms"
     yield "server.spare_regions", server.spare_regions, 1 <= server.spare_regions <= 1024, "1 to 1024"
 
@@ -131,7 +132,8 @@ def _policy(c: Config, told: Callable[[str], str]) -> Iterator[Rule]:
         0 < low <= high,
         f"above 0, at most cache.high_watermark, which is {told('cache.high_watermark')}",
     )
-    yield "cache.lease_ttl_s", c.cache.lease_ttl_s, 0.1 <= c.cache.lease_ttl_s <= _DAY_S, "between 0.1 and 86400 seconds"
+    lease = c.cache.lease_ttl_s
+    yield "cache.lease_ttl_s", lease, LEAST_LEASE_S <= lease <= _DAY_S, f"between {LEAST_LEASE_S} and 86400 seconds"
     yield "cache.namespace_quota", c.cache.namespace_quota, 0 <= c.cache.namespace_quota <= _BYTES, "bytes, or 0 for no limit"
     t = c.transfer
     yield "transfer.slice_bytes", t.slice_bytes, 1 << 16 <= t.slice_bytes <= _BYTES, "at least 64KiB"

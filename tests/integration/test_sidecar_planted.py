@@ -36,14 +36,14 @@ def test_a_planted_name_does_not_keep_the_next_sidecar_from_starting() -> None:
 
 
 def test_a_forged_deadline_pins_nothing_for_longer_than_a_lease() -> None:
-    with running_sidecar(flags=("--lease-ttl", "1")) as sidecar:
+    with running_sidecar(flags=("--lease-ttl", "3")) as sidecar:
         keys = prompt_keys("forged", 2)
         with Client(sidecar.socket) as worker, Client(sidecar.socket, role=L.Role.SCHEDULER) as scheduler:
             worker.store(keys, blocks_table(0, 2))
             ticket, _ = scheduler.lookup(keys)
             base = scheduler.segment.shape.records_offset + (ticket & L.TICKET_INDEX_MASK) * L.RECORD_BYTES
             deadline = (base + L.REPLY_OFFSET + 40) // 8
-            assert 0 < scheduler.segment.words[deadline] - time.monotonic_ns() < 2e9
+            assert 0 < scheduler.segment.words[deadline] - time.monotonic_ns() < 4e9
             scheduler.segment.words[deadline] += 80_000 * 10**9
             sidecar.kill()
             sidecar.start()

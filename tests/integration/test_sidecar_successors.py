@@ -78,7 +78,7 @@ def test_stores_that_end_during_a_stop_do_not_evict_what_is_leased(sidecar: Side
 
 @pytest.mark.parametrize("end", ["kill", "stop"])
 def test_a_segment_goes_with_its_last_lease_though_its_client_lives(end: str) -> None:
-    sidecar = SidecarProcess(flags=("--lease-ttl", "2"))
+    sidecar = SidecarProcess(flags=("--lease-ttl", "3"))
     try:
         sidecar.start()
         with Client(sidecar.socket) as worker, Client(sidecar.socket, role=L.Role.SCHEDULER) as scheduler:

@@ -106,6 +106,8 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         ("[pol]\nsize = 1\n", "unknown section [pol] in {path}", "did you mean 'pool'"),
         ("size = 1\n", "unknown section [size] in {path}", "known: "),
         ("[cache]\nlease_ttl_s = 'soon'\n", "cache.lease_ttl_s is 'soon' in {path}", "expected a number"),
+        ("[cache]\nlease_ttl_s = 2\n", "cache.lease_ttl_s is 2", "between 3 and 86400"),
+        ("[server]\npin_ttl_s = 2\n", "server.pin_ttl_s is 2", "3 to 3600"),
         ("[pool]\nsize = 'banana'\n", "pool.size is 'banana' in {path}", "sizes read as '64GiB'"),
         ("[pool]\nsize = -5\n", "pool.size is -5", "at least 1MiB"),
         ("[pool]\nsize = 1.5\n", "pool.size is 1.5 in {path}", "expected a whole number; sizes read as '64GiB'"),
