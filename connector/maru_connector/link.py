@@ -218,8 +218,9 @@ class SidecarLink:
         os.close(fds.pop(0))
         self._process.verify(segment.info.sidecar_start)
         session = Session(
-            segment, self._process, doorbell=fds[0], pool_fd=fds[1] if len(fds) > 1 else -1, pool_bytes=message.pool_bytes
-        )
+            segment, self._process, doorbell=fds[0], pool_fd=fds[1] if len(fds) > 1 else -1, pool_bytes=message.pool_bytes,
+            namespace=message.namespace,
+        )  # fmt: skip
         for fd in fds[2:]:
             os.close(fd)
         fds.clear()

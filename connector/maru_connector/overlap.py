@@ -113,6 +113,7 @@ class Overlap:
         self._world = world
         self._views: dict[int, PoolView] = {}  # by generation
         self._adopted: list[PoolView] = []
+        self._namespace = b""  # the same for every sidecar: it follows from what this engine is
         self._current = 0  # generation attached to, 0: none
         self._told = 0  # generation the scheduler half was told is ready
         self._seen: set[str] = set()
@@ -130,8 +131,9 @@ class Overlap:
         try:
             file = file_identity(session.pool_fd)
             same = [view for view in self._views.values() if view.file == file]
+            self._namespace = bytes.fromhex(session.namespace)
             self._views[session.generation] = same[0] if same else PoolView(session.pool_fd, session.pool_bytes)
-        except (MaruError, OSError) as e:
+        except (MaruError, OSError, ValueError) as e:
             self._once.warning("map", "maru: the pool cannot be mapped here (%s); hits are loaded deferred.", e)
             return
         self._current = session.generation
@@ -187,7 +189,11 @@ class Overlap:
             return False
         slabs = refs[self._rank :: self._world]
         slab_bytes = self._block_bytes * blocks.shape[1]
-        if not view.holds(slabs, slab_bytes) or (self._copier.verifies and not view.intact(slabs, slab_bytes)):
+        if not view.holds(slabs, slab_bytes):
+            return False
+        if not view.names(slabs, slab_bytes, namespace=self._namespace, keys=job.keys, rank=self._rank):
+            return False
+        if self._copier.verifies and not view.intact(slabs, slab_bytes):
             return False
         nbytes = int((blocks != L.SKIP_BLOCK).sum()) * self._block_bytes
         self._running = _Running(view, slabs, slab_bytes, time.monotonic(), nbytes)
@@ -224,7 +230,10 @@ class Overlap:
         if missed:
             self._proven = False
             logger.error("maru: %d layers ran without their hook in an overlapped load; it is given up.", len(missed))
-        return Outcome(not missed and job.view.holds(job.slabs, job.slab_bytes), job.nbytes, seconds)
+        # A write that a stopped node had begun may land in the slabs of a shared pool at any time: what is right now was right.
+        spoilt = self._copier.verifies and job.view.shared and not job.view.intact(job.slabs, job.slab_bytes)
+        arrived = not missed and not spoilt and job.view.holds(job.slabs, job.slab_bytes)
+        return Outcome(arrived, job.nbytes, seconds)
 
     def close(self) -> None:
         """The KV cache goes away (sleep, shutdown). No step runs."""

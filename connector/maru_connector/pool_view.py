@@ -16,6 +16,7 @@ import xxhash
 from maru_shm import poolformat as P
 from maru_shm.atomics import order_fence
 from maru_shm.errors import PoolCorrupt
+from maru_shm.layout import KEY_BYTES
 
 
 class PoolView:
@@ -32,6 +33,7 @@ class PoolView:
         self.address = int(self._bytes.ctypes.data)
         header = P.POOL_HEADER.unpack_from(self._map)
         self._region_bytes = int(header[5])
+        self.shared = bool(header[2] & P.FLAG_SHARED)  #: several nodes write it
         if header[0] != P.POOL_MAGIC or not 0 < self._region_bytes <= size:
             self.close()
             raise PoolCorrupt("the descriptor that came with the attachment is no pool", "run the same release on both sides")
@@ -54,25 +56,52 @@ class PoolView:
                 return False
         return True
 
-    def intact(self, slabs: npt.NDArray[np.uint64], nbytes: int) -> bool:
-        """Whether every slab has a sound header, and bytes that match its checksum if it carries one: one pass over them, about
-        10 GB/s.
+    def names(self, slabs: npt.NDArray[np.uint64], nbytes: int, *, namespace: bytes, keys: bytes, rank: int) -> bool:
+        """Whether every slab's header is sound and names its chunk: ``slabs[i]`` is ``rank``'s part of the i-th of ``keys``.
+
+        Where a slab lies says nothing of what it holds: the sidecar that located it may have been stopped while its region went
+        to another node. Between two times that :meth:`holds` is true, what is true here is true of the bytes read. 2 µs a slab.
         """
-        for offset in slabs[:, 0].tolist():
-            at = self._word_indices(offset // self._region_bytes, np.array([offset], np.int64))
-            if at is None:
+        for i, offset in enumerate(slabs[:, 0].tolist()):
+            packed = self._header(offset)
+            if packed is None:
                 return False
-            start = int(at[0]) * 8
-            packed = self._bytes[start : start + P.SLAB_HEADER_BYTES].tobytes()
-            [header] = np.frombuffer(packed, P.SLAB_HEADER)
-            sound = header["magic"] == P.SLAB_MAGIC and P.slab_crc_matches(packed) and header["data_bytes"] == nbytes
-            if not sound:
-                return False
-            if header["flags"] & P.FLAG_CHECKSUM and header["checksum"] != xxhash.xxh3_64_intdigest(
-                self._bytes[offset : offset + nbytes].data
+            (_, magic, version, _, of_namespace, of_key, _, of_rank, _, data_bytes, _, _, _) = P.SLAB_NAMED.unpack_from(packed)
+            if (
+                (magic, version) != (P.SLAB_MAGIC, P.FORMAT)
+                or not P.slab_crc_matches(packed)
+                or of_namespace != namespace
+                or of_key != keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
+                or (of_rank, data_bytes) != (rank, nbytes)
             ):
                 return False
         return True
+
+    def intact(self, slabs: npt.NDArray[np.uint64], nbytes: int) -> bool:
+        """Whether the bytes of every slab match its checksum, if it carries one: one pass over them, about 10 GB/s.
+
+        Asked of slabs that :meth:`names` found sound.
+        """
+        for offset in slabs[:, 0].tolist():
+            packed = self._header(offset)
+            if packed is None:
+                return False
+            *_, checksum, flags, _ = P.SLAB_NAMED.unpack_from(packed)
+            if flags & P.FLAG_CHECKSUM and checksum != xxhash.xxh3_64_intdigest(self._bytes[offset : offset + nbytes].data):
+                return False
+        return True
+
+    def _header(self, offset: int) -> bytes | None:
+        """A copy of the header of the slab whose data starts at ``offset``; None if no slab's does."""
+        base = offset // self._region_bytes * self._region_bytes
+        magic, _, _, _, stride, n_slabs, data = P.REGION_HEADER.unpack_from(self._map, base)
+        if magic != P.REGION_MAGIC or not stride:
+            return None
+        slot, rest = divmod(offset - base - data, stride)
+        if rest or not 0 <= slot < n_slabs:
+            return None
+        start = base + P.HEADER_BYTES + slot * P.SLAB_HEADER_BYTES
+        return self._map[start : start + P.SLAB_HEADER_BYTES]
 
     def _word_indices(self, region: int, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         """Where the slabs' state words are, as u64 indices; None if the region is not formatted for such slabs."""

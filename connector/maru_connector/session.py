@@ -82,7 +82,9 @@ class SidecarProcess:
 class Session:
     """Made by :class:`~maru_connector.link.SidecarLink`. Used by one engine thread."""
 
-    def __init__(self, segment: Segment, process: SidecarProcess, *, doorbell: int, pool_fd: int, pool_bytes: int) -> None:
+    def __init__(
+        self, segment: Segment, process: SidecarProcess, *, doorbell: int, pool_fd: int, pool_bytes: int, namespace: str
+    ) -> None:
         self.segment = segment
         self.generation = segment.info.generation
         self.id = segment.info.session
@@ -90,6 +92,7 @@ class Session:
         self.doorbell = doorbell
         self.pool_fd = pool_fd
         self.pool_bytes = pool_bytes
+        self.namespace = namespace  #: hex, as the sidecar computed it
         self.connected = True
         self._ring = SubmissionProducer(segment)
         self._records = ClientRecords(segment, self._ring)

@@ -9,9 +9,12 @@ it, less a bound on clock drift, so the node always stops first::
 Time is CLOCK_BOOTTIME: it counts a suspended machine's sleep too, and nobody can set it. A node that was paused and wakes up
 late finds its lease over before it writes.
 
-What a check cannot do is stop a write that was already running when the process was paused. Such a write is bounded by asking
-for its duration in advance (``need_ms``) and checked again before commit (:meth:`RegionLease.check` with the same arguments);
-bytes that still land late are caught by the reader, which compares slab generation and checksum.
+What a check cannot do is stop a write that was already running when the process was paused, or that begins right after the
+check. It is bounded by asking for a slab's whole duration in advance (``need_ms``), by asking again before each system call or
+submission that writes, and before commit: what may land late is one of those, and it is never published by who wrote it. It
+may land in a slab of the region's next owner, and no software closes that window. The generation does not show it, since the
+slab is the next owner's all the time; a checksum does, if it was taken of where the bytes came from and is compared after they
+were read. Slabs without a checksum are not protected from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Slab checksums (xxh3-64), taken after a store and verified before a load where the CPU moves the bytes.
+"""Slab checksums (xxh3-64), taken after a store and verified at a load where the CPU moves the bytes.
 
 xxh3 reads 30 GB/s and releases the GIL, against 5-10 GB/s of a copy: a tenth to a third on top of it. Where a copy engine
 moves the bytes instead, the CPU would have to read all of them just for this; memory is guarded by ECC there.

@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from maru_shm import layout as L
-from maru_shm.errors import EngineGone, TransferError
+from maru_shm.errors import EngineGone, RegionNotHeld, TransferError
 from maru_shm.geometry import WHOLE, Direction, Share
 from maru_sidecar.tickets import Ticket
-from maru_sidecar.transfer.base import Copy, KvTarget
+from maru_sidecar.transfer.base import Copy, KvTarget, MayGoOn
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +108,8 @@ def code_of(error: BaseException) -> L.Code:
     """The record's code for what went wrong in a copy."""
     if isinstance(error, EngineGone):
         return L.Code.ENGINE_GONE
+    if isinstance(error, RegionNotHeld):
+        return L.Code.POOL_FULL
     return L.Code.COPY_FAILED if isinstance(error, TransferError) else L.Code.INTERNAL
 
 
@@ -181,6 +183,9 @@ class CopyThread(ABC, Generic[J, F]):
     def _advance(self) -> bool:
         """Submit what may be submitted; whether jobs are left that only wait for a fence or another ticket."""
 
+    def _copied(self, flight: F) -> None:
+        """A copy has ended well and its blocks are still the job's. What this raises counts as the copy's failure."""
+
     @abstractmethod
     def _landed(self, flight: F, error: BaseException | None) -> None:
         """A copy has ended; ``flight.job.in_flight`` is already lowered."""
@@ -236,12 +241,14 @@ class CopyThread(ABC, Generic[J, F]):
         direction: Direction,
         offsets: npt.NDArray[np.uint64],
         blocks: npt.NDArray[np.int32],
+        *,
         share: Share = WHOLE,
+        may_go_on: MayGoOn | None = None,
     ) -> Copy:
         """Begin the copy of a slice that was announced. Small ones are made here, so this may hang like a wait."""
         self._busy_ns = time.monotonic_ns()
         try:
-            return job.port.target.submit(direction, offsets, blocks, share)
+            return job.port.target.submit(direction, offsets, blocks, share, may_go_on)
         except BaseException:
             if not job.in_flight:
                 job.ticket.end_copy()
@@ -263,6 +270,7 @@ class CopyThread(ABC, Generic[J, F]):
         self._busy_ns = flight.began_ns
         try:
             flight.copy.wait()
+            self._copied(flight)
         except Exception as e:  # noqa: BLE001 - whatever an engine raises, this job ends and the thread goes on
             error = e
             if not isinstance(e, EngineGone):
@@ -298,7 +306,7 @@ class CopyThread(ABC, Generic[J, F]):
 
     def _fail(self, job: J, error: BaseException) -> None:
         """One job's step went wrong: it ends, the others go on."""
-        unforeseen = None if isinstance(error, TransferError) else error
+        unforeseen = None if isinstance(error, (TransferError, RegionNotHeld)) else error
         log.warning("%s: ticket %#x failed: %s", self.name, job.ticket.request.ticket, error, exc_info=unforeseen)
         job.error = job.error or code_of(error)
 

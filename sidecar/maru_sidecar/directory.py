@@ -37,6 +37,7 @@ from maru_sidecar.shared_regions import SharedRegions
 from maru_sidecar.sharing.rights import WriteRights
 from maru_sidecar.slab_handles import Acquired, PoolEvents, Presence, Reservation, SlabRef
 from maru_sidecar.slab_header import SlabHeader
+from maru_sidecar.slab_reader import SlabReader
 
 
 class Directory:
@@ -63,6 +64,7 @@ class Directory:
         self._lock = threading.Lock()
         self._regions = RegionTable(pool, rights, mine)
         self._slabs = self._regions.slabs
+        self._reader = SlabReader(pool)
         self._events = events
         self._held = Holdings(self._regions, eviction, events.removed if events is not None else None)
         self._room = RoomMaker(self._held, watermarks or Watermarks(), quotas or {}, default_quota)
@@ -104,23 +106,29 @@ class Directory:
             return self._lease(self._leading(namespace, keys, world), owner, ttl_s)
 
     def lease_located(
-        self, namespace: bytes, keys: bytes, *, world: int, ttl_s: float, owner: Hashable
+        self, namespace: bytes, keys: bytes, *, world: int, nbytes: int, ttl_s: float, owner: Hashable
     ) -> tuple[Lease | None, npt.NDArray[np.uint64]]:
         """:meth:`lease`, and where the leased slabs lie: shape (chunks × ranks, 2), each (data offset in the pool, state word).
+        ``nbytes``: of each slab.
+
+        A claimed hit cannot be taken back, so it ends before a slab that no reader would accept; the index of a node that was
+        cut off or stopped may be stale. And all are zeros where one lies in a region that may not be written now: its next
+        owner could lay it out again before the slabs are read.
 
         One call, under one hold of the lock: :meth:`drop` takes a leased chunk out of the index too.
         """
         with self._lock:
             chunks = self._leading(namespace, keys, world)
-            regions, slabs = self._regions, self._slabs
-            refs = [(regions.data_offset(slab), slabs.state_word(slab)) for chunk in chunks for slab in chunk.slabs]
-            found = np.array(refs, np.uint64).reshape(-1, 2)
-            bad = np.flatnonzero(found[:, 1] & 0xFF != F.SlabState.COMMITTED)
-            if len(bad):  # a claimed hit cannot be taken back: it ends before what no reader would accept
-                n = int(bad[0]) // world
-                self._drop(chunks[n], chunks[n].slabs[int(bad[0]) % world])
-                chunks, found = chunks[:n], found[: n * world]
-            return self._lease(chunks, owner, ttl_s), found
+            slabs = [slab for chunk in chunks for slab in chunk.slabs]
+            summed = [chunk.summed >> rank & 1 == 1 for chunk in chunks for rank in range(world)]
+            refs = self._reader.leading_located(slabs, summed, namespace, keys, world=world, nbytes=nbytes)
+            n, rank = divmod(len(refs), world)
+            if n < len(chunks):
+                self._drop(chunks[n], chunks[n].slabs[rank])
+                chunks, refs = chunks[:n], refs[: n * world]
+            if not self._slabs.may_write(slabs[: len(refs)]):
+                refs[:] = 0
+            return self._lease(chunks, owner, ttl_s), refs
 
     def _lease(self, chunks: list[Chunk], owner: Hashable, ttl_s: float) -> Lease | None:
         if not chunks:
@@ -258,7 +266,12 @@ class Directory:
                 self._tell_if_low(stride)
                 raise
             self._tell_if_low(stride)
-            self._slabs.begin_write(slab)
+            try:
+                self._slabs.begin_write(slab)
+            except BaseException:
+                self._regions.free(slab)
+                self._end_pending(ns, header, needed)
+                raise
             self._held.account(ns, slab)
             self._held.writing += 1
             at = self._regions.data_offset(slab)
@@ -266,6 +279,12 @@ class Directory:
             self._regions.set_owner(slab, reservation)
             ns.pending[key, rank] = reservation
             return reservation
+
+    def guard(self, reservations: Iterable[Reservation]) -> Callable[[], None] | None:
+        """What raises :class:`~maru_shm.errors.RegionNotHeld` once one of these may not be written any more; None in a pool of
+        one's own.
+        """
+        return self._slabs.guard(r.slab for r in reservations)
 
     def _tell_if_low(self, stride: int) -> None:
         if self._events is not None and not self._regions.free_regions:

@@ -31,8 +31,9 @@ from maru_sidecar.tickets import Ticket
 if TYPE_CHECKING:
     from maru_sidecar.sharing.lookups import PeerLookups  # imports the metadata server's client
 
-#: Lease of a LOCATE whose hit includes slabs of other nodes: below the 10 s that the connector's overlap path asks for.
-FOREIGN_LOCATE_NS = 8_000_000_000
+#: Lease of a LOCATE whose hit includes slabs that another node may reuse: below the 10 s that the connector's overlap path
+#: asks for.
+UNPINNED_LOCATE_NS = 8_000_000_000
 SLOTS_PER_TURN = 64  #: of one ring, before others get theirs
 #: Of all rings together, before the loop looks at its sockets and its clock again: about 5 ms of lookups. Each ring may
 #: exceed its share by one request.
@@ -113,8 +114,9 @@ class Dispatcher:
         lease, refs = None, _NO_REFS
         if request.keys and request.op is L.Op.LOCATE:
             lease, refs = self._directory.lease_located(
-                engine.namespace, request.keys, world=engine.world, ttl_s=self._lease_ttl_s, owner=session.id
-            )
+                engine.namespace, request.keys, world=engine.world, nbytes=engine.slab_bytes, ttl_s=self._lease_ttl_s,
+                owner=session.id,
+            )  # fmt: skip
         elif request.keys:
             lease = self._directory.lease(
                 engine.namespace, request.keys, world=engine.world, ttl_s=self._lease_ttl_s, owner=session.id
@@ -151,11 +153,12 @@ class Dispatcher:
             return
         if request.op is L.Op.LOCATE and n:
             if beyond.n:
-                # A client that reads slabs itself needs them pinned for good, and those of other nodes are not. So a hit with
-                # any of them gets zeros for references and a lease too short to overlap with: it is loaded by the sidecar,
-                # which checks.
                 refs = np.zeros((n * session.engine.world, 2), np.uint64)
-                deadlines.append(time.monotonic_ns() + FOREIGN_LOCATE_NS)
+            if not refs[:, 0].all():
+                # A client that reads slabs itself needs them pinned for good. Those of other nodes are not, nor those in a
+                # region that may be another's by now. So a hit with any of them gets zeros for references and a lease too
+                # short to overlap with: it is loaded by the sidecar, which checks.
+                deadlines.append(time.monotonic_ns() + UNPINNED_LOCATE_NS)
             session.table.records.set_slab_refs(request.ticket, refs)
         ticket.finish(L.State.DONE, n_done=n, deadline=min(deadlines, default=0))
 

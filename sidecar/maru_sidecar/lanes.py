@@ -133,7 +133,7 @@ class Lanes:
         writer = Writer(
             f"maru-writer-{name}", self._directory, self.pending, checker, loader.quiet,
             slice_bytes=c.slice_bytes, bytes_in_flight=c.bytes_in_flight, fence_timeout_s=c.fence_timeout_s,
-            patience_s=c.store_patience_s,
+            patience_s=c.store_patience_s, shared=self._shared is not None,
         )  # fmt: skip
         lane = Lane(device, transfer, loader, writer, own)
         try:

@@ -8,9 +8,11 @@ passed only by those that are shorter by more than it could have copied, at 8 Gi
 *Fence.* A load whose fence has not been reached is passed over, so it blocks no other; after ``fence_timeout_s`` it fails.
 
 *Checks.* Every slab is checked against its key before the copy and looked at again after it (``slab_reader.py``), whatever
-moves its bytes. Where it has a checksum and the engine is on the CPU, the bytes are hashed before they are copied (xxh3-64,
-30 GB/s without the GIL). A mismatch of any kind drops the slab from the pool and fails the load there: a wrong byte is never
-served. Slabs of other nodes (``sharing/slabs.py``) cannot be pinned here; one that was reused is a miss.
+moves its bytes. Where it has a checksum and the engine is on the CPU, the bytes are hashed (xxh3-64, 30 GB/s without the GIL):
+before they are copied, and in a shared pool after it instead, our own slabs too. There a write that a stopped node had begun
+may land in any slab, at any time: what is right after the copy was right during it. A mismatch of any kind drops the slab from
+the pool and fails the load there: a wrong byte is never served. Slabs of other nodes (``sharing/slabs.py``) cannot be pinned
+here; one that was reused is a miss.
 """
 
 from __future__ import annotations
@@ -151,7 +153,7 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
             return
         failpoints.hit("load.before_copy")
         offsets, blocks = job.offsets[start:stop], request.blocks[start:stop]
-        copy = self._submit(job, Direction.LOAD, offsets, blocks, Share(job.part, job.parts))
+        copy = self._submit(job, Direction.LOAD, offsets, blocks, share=Share(job.part, job.parts))
         job.part += 1
         last = job.part == job.parts
         if last:
@@ -169,7 +171,7 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
         refs = job.acquired.refs[start:stop]
         keys = request.keys[start * L.KEY_BYTES : stop * L.KEY_BYTES]
         good, checksums = self._reader.leading_sound(refs, port.namespace, keys, rank=port.rank, nbytes=port.slab_bytes)
-        if self._checker is not None:
+        if self._checker is not None and self._shared is None:
             good = self._checker.leading_good(refs[:good], checksums, port.slab_bytes)
         job.checksums += checksums[:good]
         if start + good < stop:
@@ -201,11 +203,7 @@ class Loader(CopyThread[LoadJob, LoadFlight]):
         assert job.acquired is not None
         refs = job.acquired.refs[start:stop]
         if self._shared is not None and self._checker is not None:
-            for i, foreign in enumerate(self._shared.foreign(refs)):
-                wanted = job.checksums[start + i : start + i + 1]
-                if foreign and not self._checker.leading_good(refs[i : i + 1], wanted, job.port.slab_bytes):
-                    refs = refs[:i]
-                    break
+            refs = refs[: self._checker.leading_good(refs, job.checksums[start:stop], job.port.slab_bytes)]
         return start + self._reader.leading_unchanged(refs)
 
     def _give_up(self, job: LoadJob, i: int) -> L.Code:

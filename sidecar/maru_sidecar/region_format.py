@@ -76,20 +76,24 @@ class RegionFormat:
 
         Slab headers first, region header last. Killed in between, the old header still stands over slabs that are all
         FREE: headers lie at the same places in every format, and an empty region has no other contents.
+
+        Raises :class:`~maru_shm.errors.RegionNotHeld`; asked before each of the two, so that one who was stopped in between
+        does not lay out what is another's. The region counts as never formatted then.
         """
-        self._rights.check(region.index)
         failpoints.hit("region.before_format")
         n, data_offset = F.region_plan(self._region_bytes, stride)
         generation = self._pool.epoch << _EPOCH_SHIFT
         if region.n_slabs:
             generation = max(generation, int(self._headers(region)["state"].max()) >> STATE_BITS)
-        region.stride, region.n_slabs, region.data_offset = stride, n, data_offset
-        headers = self._headers(region)
-        start = region.base + F.HEADER_BYTES
-        np.frombuffer(self._bytes, np.uint8, n * F.SLAB_HEADER_BYTES, start)[:] = 0
+        headers = np.zeros(n, F.SLAB_HEADER)
         headers["state"] = generation << STATE_BITS | F.SlabState.FREE
+        self._rights.check(region.index)
+        region.stride, region.n_slabs, region.data_offset = 0, n, data_offset
+        self._headers(region)[:] = headers
         failpoints.hit("region.after_headers")
         order_fence()
+        self._rights.check(region.index)
+        region.stride = stride
         self._write_header(region)
 
     def mend(self, region: Region) -> None:

@@ -17,6 +17,9 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from maru_shm import poolformat as F
 from maru_shm.atomics import order_fence
 from maru_shm.layout import KEY_BYTES
@@ -25,6 +28,27 @@ from maru_sidecar.slab_handles import SlabRef
 from maru_sidecar.slab_header import region_layout, slab_offset
 
 _COMMITTED = int(F.SlabState.COMMITTED)
+
+
+def _offset(name: str) -> int:
+    """Of a field in a slab's header."""
+    assert F.SLAB_HEADER.fields is not None
+    return int(F.SLAB_HEADER.fields[name][1])
+
+
+#: A slab's header up to what its CRC covers: as u64 words, and as a record.
+_HEADER_WORDS = np.arange(F.SLAB_CRC_TO // 8)
+_NAMED = ("state", "magic", "format", "crc", "rank", "data_bytes", "flags")
+_HEADER_PART = np.dtype(
+    {
+        "names": list(_NAMED),
+        "formats": [F.SLAB_HEADER[name] for name in _NAMED],
+        "offsets": [_offset(name) for name in _NAMED],
+        "itemsize": F.SLAB_CRC_TO,
+    }
+)
+_AT_NAMESPACE = slice(_offset("namespace") // 8, _offset("namespace") // 8 + 2)
+_AT_KEY = slice(_offset("key") // 8, _offset("key") // 8 + 2)
 _REGION_RAW = F.REGION_HEADER.size + F.CRC.size
 
 
@@ -97,6 +121,47 @@ class SlabReader:
         n = self.leading_unchanged(refs[: len(checksums)])
         return Sound(n, checksums[:n])
 
+    def leading_located(
+        self, slabs: Sequence[int], summed: Sequence[bool], namespace: bytes, keys: bytes, *, world: int, nbytes: int
+    ) -> npt.NDArray[np.uint64]:
+        """:meth:`leading_sound` for all ranks of many chunks at once, and where their data lies: shape (leading slabs, 2), see
+        ``layout.SLAB_REF``.
+
+        ``slabs``: the headers' offsets, the ``world`` ranks of a key side by side; ``summed``: stored with a checksum.
+        For 64 chunks this takes 70 µs longer than reading where they lie; 0.5 µs a slab for many.
+        """
+        if not slabs:
+            return np.zeros((0, 2), np.uint64)
+        at = np.array(slabs, np.int64)
+        n = len(at)
+        pool = np.frombuffer(self._bytes[: len(self._words) * 8], "<u8")
+        rows = pool[(at >> 3)[:, None] + _HEADER_WORDS]  # a copy, looked at from here on
+        headers = rows.view(_HEADER_PART)[:, 0]
+        names = np.frombuffer(keys[: n // world * KEY_BYTES], "<u8").reshape(-1, 2)
+        region = at // self._region_bytes
+        number = (at - slab_offset(0, 0)) % self._region_bytes // F.SLAB_HEADER_BYTES
+        offset = np.zeros(n, np.int64)
+        good = headers["state"] & 0xFF == _COMMITTED
+        good &= (headers["magic"] == F.SLAB_MAGIC) & (headers["format"] == F.FORMAT)
+        good &= (rows[:, _AT_NAMESPACE] == np.frombuffer(namespace, "<u8")).all(1)
+        good &= (rows[:, _AT_KEY] == np.repeat(names, world, 0)).all(1)
+        good &= (headers["rank"] == np.arange(n) % world) & (headers["data_bytes"] == nbytes)
+        good &= (headers["flags"] & F.FLAG_CHECKSUM != 0) | ~np.array(summed, bool)
+        for index in np.unique(region).tolist():
+            here = region == index
+            stride, n_slabs, data_offset = self._layout(index) or (0, 0, 0)
+            good[here] &= number[here] < n_slabs
+            offset[here] = index * self._region_bytes + data_offset + number[here] * stride
+        n = _leading(good)
+        packed, size = rows.tobytes(), F.SLAB_CRC_TO
+        for i, (crc, start) in enumerate(zip(headers["crc"][:n].tolist(), range(0, n * size, size), strict=True)):
+            if crc != zlib.crc32(packed[start + F.SLAB_CRC_FROM : start + size]):
+                n = i
+                break
+        order_fence()  # SYNC POINT: after every byte that was read
+        n = _leading(pool[at[:n] >> 3] == rows[:n, 0])
+        return np.stack((offset[:n].astype(np.uint64), rows[:n, 0]), 1)
+
     def _layout(self, region: int) -> tuple[int, int, int] | None:
         """(stride, slabs, data offset) as the region's header says now; None if it is not sound."""
         base = region * self._region_bytes
@@ -114,6 +179,11 @@ class SlabReader:
             if words[ref.header >> 3] != ref.state_word:
                 return i
         return len(refs)
+
+
+def _leading(good: npt.NDArray[np.bool_]) -> int:
+    """How many are True before the first that is not."""
+    return len(good) if good.all() else int(good.argmin())
 
 
 def _placed(ref: SlabRef, base: int, layout: tuple[int, int, int] | None) -> bool:

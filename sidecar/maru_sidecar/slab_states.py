@@ -6,11 +6,14 @@ may copy by bytes and tear. Everything else in a header is written while the sta
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from maru_shm import failpoints
 from maru_shm import poolformat as F
 from maru_shm.atomics import order_fence
+from maru_shm.errors import RegionNotHeld
 from maru_sidecar.pool import PoolFile
-from maru_sidecar.sharing.rights import WriteRights
+from maru_sidecar.sharing.rights import WholePool, WriteRights
 from maru_sidecar.slab_header import SlabHeader, decode, encode
 
 STATE_BITS = 8  #: of a state word, low; the rest is the generation
@@ -26,6 +29,8 @@ class SlabStates:
 
     def __init__(self, pool: PoolFile, rights: WriteRights) -> None:
         self._rights = rights
+        self._whole = isinstance(rights, WholePool)
+        self._writing: dict[int, int] = {}  #: slab → the word that :meth:`begin_write` stored
         self._bytes = pool.bytes
         self._words = pool.words
         self._region_bytes = pool.region_bytes
@@ -37,35 +42,66 @@ class SlabStates:
         return decode(bytes(self._bytes[slab : slab + F.SLAB_HEADER_BYTES]))
 
     def begin_write(self, slab: int) -> None:
-        """WRITING under a new generation, and no header any more; after this the data may be written.
+        """WRITING under a new generation, and no header any more; after this the data may be written. Raises
+        :class:`~maru_shm.errors.RegionNotHeld`.
 
         Without its magic the old header, whose CRC is still right, cannot come to describe the new data, whatever state word
         it is found with.
         """
         failpoints.hit("commit.before_writing")
+        self._rights.check(slab // self._region_bytes)
         generation = (self._words[slab >> 3] >> STATE_BITS) + 1 & _GENERATION_MASK
-        self._words[slab >> 3] = generation << STATE_BITS | F.SlabState.WRITING
+        self._words[slab >> 3] = self._writing[slab] = generation << STATE_BITS | F.SlabState.WRITING
         order_fence()  # SYNC POINT: a reader that sees new data also sees that the slab changed
         self._words[(slab >> 3) + 1] = 0  # the magic
         order_fence()
         failpoints.hit("commit.after_writing")
 
-    def check_right(self, slab: int) -> None:
-        """Raise :class:`~maru_shm.errors.RegionNotHeld` unless the slab's region may be written now."""
-        self._rights.check(slab // self._region_bytes)
+    def may_write(self, slabs: Iterable[int]) -> bool:
+        """Whether all of these lie in regions that may be written now."""
+        return self._whole or all(map(self._rights.may_write, {slab // self._region_bytes for slab in slabs}))
+
+    def guard(self, slabs: Iterable[int]) -> Callable[[], None] | None:
+        """What raises :class:`~maru_shm.errors.RegionNotHeld` once the region of one of these may not be written any more; None
+        where nobody else writes the pool.
+        """
+        if self._whole:
+            return None
+        check, regions = self._rights.check, {slab // self._region_bytes for slab in slabs}
+
+        def may_go_on() -> None:
+            for region in regions:
+                check(region)
+
+        return may_go_on
+
+    def check_write(self, slab: int) -> int:
+        """The word that :meth:`begin_write` stored. Raises :class:`~maru_shm.errors.RegionNotHeld` unless it still stands there
+        and the slab's region may be written now.
+        """
+        region = slab // self._region_bytes
+        self._rights.check(region)
+        word = self._writing[slab]
+        if self._words[slab >> 3] != word:
+            raise RegionNotHeld(
+                f"the slab at {slab:#x} says {self._words[slab >> 3]:#x}, not {word:#x}: region {region} has another writer",
+                "nothing to do: the chunk is not stored",
+            )
+        return word
 
     def write_header(self, slab: int, header: SlabHeader) -> None:
         """Everything but the state word; the slab stays WRITING. Raises :class:`~maru_shm.errors.RegionNotHeld`."""
-        self.check_right(slab)
+        self.check_write(slab)
         failpoints.hit("commit.after_data")
         self._bytes[slab + 8 : slab + F.SLAB_HEADER_BYTES] = encode(header)[8:]
         failpoints.hit("commit.before_state")
 
     def publish(self, slab: int) -> None:
         """COMMITTED, stored last. Raises :class:`~maru_shm.errors.RegionNotHeld`, and stores nothing, without the right to."""
-        self.check_right(slab)
+        word = self.check_write(slab)
         order_fence()  # SYNC POINT: release
-        self._words[slab >> 3] = self._words[slab >> 3] & ~0xFF | F.SlabState.COMMITTED
+        self._words[slab >> 3] = word & ~0xFF | F.SlabState.COMMITTED
+        del self._writing[slab]
         failpoints.hit("commit.after_state")
 
     def keep_pins(self, slab: int, n: int) -> None:
@@ -79,6 +115,9 @@ class SlabStates:
         failpoints.hit("evict.after_state")
 
     def mark(self, slab: int, state: F.SlabState) -> None:
-        """Store a state under the slab's generation, if its region may be written."""
-        if self._rights.may_write(slab // self._region_bytes):
-            self._words[slab >> 3] = self._words[slab >> 3] & ~0xFF | state
+        """Store a state under the slab's generation, if its region may be written. A slab that was being written is let alone
+        if it is another's by now.
+        """
+        word = self._words[slab >> 3]
+        if self._writing.pop(slab, word) == word and self._rights.may_write(slab // self._region_bytes):
+            self._words[slab >> 3] = word & ~0xFF | state

@@ -9,6 +9,12 @@ it itself. A reservation is held only while its copy is in flight, never by a ti
 
 *Two-phase commit.* ``reserve`` marks the slab WRITING, ``commit`` publishes it after the copy. An engine that dies, a cancel
 or an error aborts the reservations of the slice; what was committed before stays and is reported (``n_done``).
+
+*Shared pools.* The right to write a region may end at any time: this process may be stopped for longer than its lease. It is
+asked again before each system call or submission of a copy, and before commit; without it the slice's chunks are aborted and
+nothing is stored to the mapping. One call or submission that had begun may still land in the next owner's slab. So a checksum
+is taken there from the engine's memory, not from the pool: it never vouches for what another node wrote. (Of what a GPU's
+copy engine moved it is taken from the pool, if at all: that would be a second transfer.)
 """
 
 from __future__ import annotations
@@ -92,10 +98,13 @@ class StoreJob(Job):
 @dataclass(slots=True)
 class StoreFlight(Flight[StoreJob]):
     reserved: list[tuple[int, Reservation]]
+    checksums: list[int] = field(default_factory=list)  #: of these, where they are taken
 
 
 class Writer(CopyThread[StoreJob, StoreFlight]):
-    """See the module. ``loader_quiet``: set while the lane's loader has nothing it could do."""
+    """See the module. ``loader_quiet``: set while the lane's loader has nothing it could do. ``shared``: others write the pool
+    too.
+    """
 
     RETRY_NS = 1_000_000  #: a chunk was PENDING and is not any more: ask again after this
 
@@ -111,11 +120,13 @@ class Writer(CopyThread[StoreJob, StoreFlight]):
         bytes_in_flight: int,
         fence_timeout_s: float,
         patience_s: float,
+        shared: bool = False,
     ) -> None:
         super().__init__(name, slice_bytes, bytes_in_flight, fence_timeout_s)
         self._directory = directory
         self._pending = pending
         self._checker = checker
+        self._shared = shared
         self._loader_quiet = loader_quiet
         self._patience_s = patience_s
 
@@ -190,7 +201,9 @@ class Writer(CopyThread[StoreJob, StoreFlight]):
                 self._abort(job, reserved)
                 return
             offsets = np.array([r.offset for _, r in reserved], np.uint64)
-            copy = self._submit(job, Direction.STORE, offsets, request.blocks[[chunk + 1 for chunk, _ in reserved]])
+            blocks = request.blocks[[chunk + 1 for chunk, _ in reserved]]
+            may_go_on = self._directory.guard(r for _, r in reserved)
+            copy = self._submit(job, Direction.STORE, offsets, blocks, may_go_on=may_go_on)
         except BaseException:
             self._abort(job, reserved)
             raise
@@ -219,6 +232,16 @@ class Writer(CopyThread[StoreJob, StoreFlight]):
             finally:
                 self._pending.end(job.name(chunk))
 
+    def _copied(self, flight: StoreFlight) -> None:
+        if self._checker is None:
+            return
+        port, blocks = flight.job.port, flight.job.ticket.request.blocks
+        for chunk, reservation in flight.reserved:
+            checksum = port.target.checksum(blocks[chunk + 1]) if self._shared else None
+            if checksum is None:
+                checksum = self._checker.checksum(reservation.offset, port.slab_bytes)
+            flight.checksums.append(checksum)
+
     def _landed(self, flight: StoreFlight, error: BaseException | None) -> None:
         job = flight.job
         # A session that closed while the copy ran may have reused its blocks: what was read then is not believed.
@@ -226,16 +249,15 @@ class Writer(CopyThread[StoreJob, StoreFlight]):
             job.withdrawn = job.withdrawn or error is None
             self._abort(job, flight.reserved)
         else:
-            self._commit(job, flight.reserved)
+            self._commit(job, flight)
         self._settle_if_over(job)
 
-    def _commit(self, job: StoreJob, reserved: list[tuple[int, Reservation]]) -> None:
-        left = list(reserved)
+    def _commit(self, job: StoreJob, flight: StoreFlight) -> None:
+        left, checksums = list(flight.reserved), iter(flight.checksums)
         try:
             while left:
                 chunk, reservation = left[0]
-                checksum = self._checker.checksum(reservation.offset, job.port.slab_bytes) if self._checker else None
-                reservation.commit(checksum)
+                reservation.commit(next(checksums, None))
                 left.pop(0)
                 job.done += 1
                 self._pending.end(job.name(chunk))

@@ -380,6 +380,33 @@ def test_a_slab_that_does_not_match_its_checksum_is_left_to_the_sidecar_which_dr
         world.close()
 
 
+def test_slabs_that_hold_another_prompt_are_not_read_though_their_places_are_right(world: World) -> None:
+    meta, blocks = world.claim(request())
+    job: LoadJob = meta.loads[0]
+    refs = np.frombuffer(job.slabs, "<u8").reshape(-1, 2)
+    job.slabs = refs[::-1].tobytes()
+    assert not world.run(meta)
+    assert (world.cache.read(blocks) == world.wanted).all(), "the sidecar loaded it"
+    assert "loads_overlapped" not in world.stats
+
+
+def test_what_another_node_wrote_into_a_slab_during_the_copy_is_not_believed_in_a_shared_pool() -> None:
+    world = World(recomputes=True)
+    try:
+        world.warm_up()
+        meta, blocks = world.claim(request())
+        [view] = world.overlap._views.values()
+        view.shared = True
+
+        def write(layer: int) -> None:
+            assert layer or flip_slabs(world.sidecar.pool, depth=1) == 1
+
+        assert world.run(meta, on_layer=write) == set(blocks.tolist())
+        assert "loads_overlapped" not in world.stats
+    finally:
+        world.close()
+
+
 def test_a_job_of_a_generation_without_a_mapping_is_loaded_by_the_sidecar(world: World) -> None:
     meta, blocks = world.claim(request())
     job: LoadJob = meta.loads[0]

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.support.kv_process import HostKvProcess
+from tests.support.switched_lease import SwitchedLease, granted
 from tests.support.waiting import until
 
 from maru_shm import layout as L
@@ -20,16 +21,19 @@ from maru_shm.errors import TransferError
 from maru_shm.geometry import WHOLE, Direction, KvLayout, KvPlane, Share
 from maru_shm.records import ClientRecords, SidecarRecords
 from maru_shm.ring import SubmissionProducer
+from maru_sidecar.checksum import SlabChecker
 from maru_sidecar.copy_thread import PIECE_WEIGHT, WorkerPort
 from maru_sidecar.directory import Directory
 from maru_sidecar.loader import AGEING, Loader, LoadJob
 from maru_sidecar.pool import PoolFile
 from maru_sidecar.pool_spec import PoolSpec
+from maru_sidecar.sharing.foreign import ForeignLeases
+from maru_sidecar.sharing.slabs import SharedSlabs
 from maru_sidecar.slab_handles import Reservation
 from maru_sidecar.slab_reader import SlabReader
 from maru_sidecar.store_queue import PendingChunks, StoreJob, Writer
 from maru_sidecar.tickets import Counters, TicketTable
-from maru_sidecar.transfer.base import Copy, KvTarget
+from maru_sidecar.transfer.base import Copy, KvTarget, MayGoOn
 from maru_sidecar.transfer.cpu import CpuTransfer
 
 BLOCK, CHUNK_BLOCKS, BLOCKS = 4096, 4, 256
@@ -41,10 +45,15 @@ U64, I32 = npt.NDArray[np.uint64], npt.NDArray[np.int32]
 class Bench:
     """A pool, an engine process, one session's records, a loader and a writer that the test starts."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lease: SwitchedLease | None = None) -> None:
+        """``lease``: of a node that shares the pool, and was granted all of it."""
         self.pool = PoolFile.open(PoolSpec(path=str(path), size=8 << 20))
-        self.directory = Directory(self.pool)
-        self.directory.rebuild()
+        if lease is None:
+            self.directory = Directory(self.pool)
+            self.directory.rebuild()
+        else:
+            self.directory = granted(self.pool, lease, range(1, self.pool.n_regions))
+        self.checker = None if lease is None else SlabChecker(self.pool)
         self.transfer = CpuTransfer(self.pool.mapping, 2)
         self.process = HostKvProcess()
         regions = self.process.allocate(BLOCKS * BLOCK)
@@ -60,13 +69,16 @@ class Bench:
         self.quiet = threading.Event()
         self.quiet.set()
         sizes = {"slice_bytes": SLAB, "bytes_in_flight": SLAB, "fence_timeout_s": 60.0}
-        self.loader = Loader("loader", self.directory, SlabReader(self.pool), None, **sizes)  # type: ignore[arg-type]
+        reader = SlabReader(self.pool)
+        shared = None if lease is None else SharedSlabs(self.directory, reader, ForeignLeases(lambda _: None))
+        self.loader = Loader("loader", self.directory, reader, self.checker, shared=shared, **sizes)  # type: ignore[arg-type]
         self.writer = self.make_writer(0.0)
 
     def make_writer(self, patience_s: float, fence_timeout_s: float = 60.0) -> Writer:
         return Writer(
-            "writer", self.directory, self.pending, None, self.quiet,
+            "writer", self.directory, self.pending, self.checker, self.quiet,
             slice_bytes=SLAB, bytes_in_flight=SLAB, fence_timeout_s=fence_timeout_s, patience_s=patience_s,
+            shared=self.checker is not None,
         )  # fmt: skip
 
     def port(self, target: KvTarget | None = None) -> WorkerPort:
@@ -117,12 +129,17 @@ class Breaking:
         self.parts = parts
         self.submitted: list[tuple[int, int, int]] = []  #: (chunks, part, parts)
 
-    def submit(self, direction: Direction, offsets: U64, table: I32, share: Share = WHOLE) -> Copy:
+    def submit(
+        self, direction: Direction, offsets: U64, table: I32, share: Share = WHOLE, may_go_on: MayGoOn | None = None
+    ) -> Copy:
         self._left -= 1
         if self._left < 0:
             raise self._error
         self.submitted.append((len(offsets), *share))
-        return self._target.submit(direction, offsets, table, share)
+        return self._target.submit(direction, offsets, table, share, may_go_on)
+
+    def checksum(self, table: I32) -> int | None:
+        return self._target.checksum(table)
 
     def close(self) -> None:
         self._target.close()
@@ -239,10 +256,12 @@ class Meddling(Breaking):
         super().__init__(target, ZeroDivisionError(), after=99)
         self._meddle = meddle
 
-    def submit(self, direction: Direction, offsets: U64, table: I32, share: Share = WHOLE) -> Copy:
+    def submit(
+        self, direction: Direction, offsets: U64, table: I32, share: Share = WHOLE, may_go_on: MayGoOn | None = None
+    ) -> Copy:
         if len(self.submitted) == 1:
             self._meddle()
-        return super().submit(direction, offsets, table, share)
+        return super().submit(direction, offsets, table, share, may_go_on)
 
 
 def test_a_slab_that_changed_during_its_copy_is_a_miss_from_there_on(bench: Bench) -> None:
@@ -349,8 +368,12 @@ def test_a_copy_that_does_not_end_shows(bench: Bench) -> None:
         parts = 1
         layout = bench.target.layout
 
-        def submit(self, direction: Direction, offsets: U64, table: I32, share: Share = WHOLE) -> Copy:
+        def submit(
+            self, direction: Direction, offsets: U64, table: I32, share: Share = WHOLE, may_go_on: MayGoOn | None = None
+        ) -> Copy:
             return stuck
+
+        def checksum(self, table: I32) -> None: ...
 
         def close(self) -> None: ...
 
@@ -363,3 +386,112 @@ def test_a_copy_that_does_not_end_shows(bench: Bench) -> None:
     stuck.released.set()
     assert bench.finished(job) == (L.State.DONE, L.Code.OK, 1)
     assert not bench.writer.hangs(0.0)
+
+
+# --- a pool that others write too ---------------------------------------------------------------------------------------------
+@pytest.fixture
+def shared() -> Iterator[tuple[Bench, SwitchedLease]]:
+    path, lease = Path(f"/dev/shm/maru-test-pool-{os.getpid()}-threads-shared"), SwitchedLease()
+    made = Bench(path, lease)
+    made.process.fill(9)
+    made.loader.start()
+    made.writer.start()
+    yield made, lease
+    made.close()
+    path.unlink()
+
+
+class Late:
+    """A copy, and then what somebody else's late write does to the pool."""
+
+    def __init__(self, copy: Copy, write: Callable[[], None]) -> None:
+        self._copy, self._write, self.nbytes = copy, write, copy.nbytes
+
+    def done(self) -> bool:
+        return self._copy.done()
+
+    def wait(self) -> None:
+        self._copy.wait()
+        self._write()
+
+
+class WrittenLate(Breaking):
+    """``write`` is given the slab of the first copy when that has landed, before anybody looks at it."""
+
+    def __init__(self, target: KvTarget, write: Callable[[int], None]) -> None:
+        super().__init__(target, ZeroDivisionError(), after=99)
+        self._write = write
+
+    def submit(
+        self, direction: Direction, offsets: U64, table: I32, share: Share = WHOLE, may_go_on: MayGoOn | None = None
+    ) -> Copy:
+        copy = super().submit(direction, offsets, table, share, may_go_on)
+        return Late(copy, lambda: self._write(int(offsets[0]))) if len(self.submitted) == 1 else copy
+
+
+def test_a_store_whose_lease_ends_in_the_middle_writes_nothing_more(shared: tuple[Bench, SwitchedLease]) -> None:
+    bench, lease = shared
+    seen: list[bytes] = []
+
+    def stopped_for_long() -> None:
+        lease.held = False
+        seen.append(bytes(bench.pool.bytes))
+
+    store = bench.store(1, 3, Meddling(bench.target, stopped_for_long))
+    bench.writer.put(store)
+    assert bench.finished(store) == (L.State.FAILED, L.Code.POOL_FULL, 0)  # nor is what had landed published
+    assert [bytes(bench.pool.bytes)] == seen
+    stats = bench.directory.admin.stats()
+    assert (stats["slabs_writing"], stats["slabs_committed"]) == (0, 0)
+    assert not len(bench.pending)
+    lease.held = True
+    again = bench.store(1, 3)
+    bench.writer.put(again)
+    assert bench.finished(again) == (L.State.DONE, L.Code.OK, 3)
+
+
+def test_a_slab_that_is_anothers_when_its_copy_lands_is_left_to_the_other(shared: tuple[Bench, SwitchedLease]) -> None:
+    bench, _ = shared
+    seen: list[bytes] = []
+
+    def take_over(_: int) -> None:
+        [slab] = [r.slab for ns in bench.directory._held.namespaces.values() for r in ns.pending.values()]  # type: ignore[attr-defined]
+        bench.pool.words[slab >> 3] += 1 << 8
+        seen.append(bytes(bench.pool.bytes[slab : slab + 256]) + slab.to_bytes(8, "little"))
+
+    store = bench.store(1, 1, WrittenLate(bench.target, take_over))
+    bench.writer.put(store)
+    assert bench.finished(store) == (L.State.FAILED, L.Code.POOL_FULL, 0)
+    slab = int.from_bytes(seen[0][256:], "little")
+    assert bytes(bench.pool.bytes[slab : slab + 256]) == seen[0][:256]
+
+
+def test_no_checksum_vouches_for_what_another_node_wrote_during_a_store(shared: tuple[Bench, SwitchedLease]) -> None:
+    bench, _ = shared
+
+    def write(offset: int) -> None:
+        bench.pool.bytes[offset + 100] ^= 0xFF
+
+    store = bench.store(1, 2, WrittenLate(bench.target, write))
+    bench.writer.put(store)
+    assert bench.finished(store) == (L.State.DONE, L.Code.OK, 2)
+    load = bench.load(1, 2)
+    bench.loader.put(load)
+    assert bench.finished(load) == (L.State.FAILED, L.Code.CHECKSUM, 0)
+
+
+def test_what_another_node_wrote_into_ones_own_slab_during_a_load_is_not_served(shared: tuple[Bench, SwitchedLease]) -> None:
+    bench, _ = shared
+    store = bench.store(1, 3)
+    bench.writer.put(store)
+    assert bench.finished(store)[0] is L.State.DONE
+    with bench.directory.acquire(NAMESPACE, keys(1, 3), rank=0) as acquired:
+        second = acquired.refs[1].offset
+
+    def write() -> None:
+        bench.pool.bytes[second + 100] ^= 0xFF
+
+    load = bench.load(1, 3, Meddling(bench.target, write))
+    bench.loader.put(load)
+    assert bench.finished(load) == (L.State.FAILED, L.Code.CHECKSUM, 1)
+    assert bench.directory.lookup(NAMESPACE, keys(1, 3), world=1) == 1

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import xxhash
 from tests.support.kv_process import HostKvProcess, random_bytes
 from tests.support.shm_pool import ShmPool
 
-from maru_shm.errors import AttachRefused, EngineGone, TransferError
+from maru_shm.errors import AttachRefused, EngineGone, RegionNotHeld, TransferError
 from maru_shm.geometry import Direction, KvLayout, KvPlane, KvRegion, RegionKind
 from maru_sidecar.transfer import cpu
 from maru_sidecar.transfer.base import Peer
-from maru_sidecar.transfer.cpu import CALL_BYTES, IOV_MAX, CpuTransfer
+from maru_sidecar.transfer.cpu import BUFFER_BYTES, CALL_BYTES, IOV_MAX, CpuTransfer
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +108,53 @@ def test_a_partial_call_is_continued_where_it_stopped() -> None:
             assert rest_local["base"][0] == (1000, 5000, 9000)[whole] + inside
             assert rest_remote["base"][0] == (10, 20, 30)[whole] + inside
     assert local["base"].tolist() == [1000, 5000, 9000]  # the caller's arrays are not changed
+
+
+def test_a_store_asks_before_each_call_and_what_is_refused_is_not_written(
+    engine: CpuTransfer, process: HostKvProcess, pool: ShmPool
+) -> None:
+    block, calls, allowed = 1 << 20, 6, 3
+    (region,) = process.allocate(calls * CALL_BYTES)
+    (memory,) = process.fill(5)
+    target = engine.attach(flat_layout(region, block), process.peer)
+    pool.bytes[: calls * CALL_BYTES] = 0
+    asked = itertools.count(1)
+
+    def may_go_on() -> None:
+        if next(asked) > allowed:
+            raise RegionNotHeld("the lease is over", "")
+
+    table = np.arange(calls * CALL_BYTES // block, dtype=np.int32).reshape(1, -1)
+    copy = target.submit(Direction.STORE, np.array([0], np.uint64), table, may_go_on=may_go_on)
+    with pytest.raises(RegionNotHeld):
+        copy.wait()
+    target.close()  # nothing runs any more
+    written = pool.bytes[: calls * CALL_BYTES].reshape(calls, -1)
+    wanted = memory.reshape(calls, -1)
+    whole = [bool((written[i] == wanted[i]).all()) for i in range(calls)]
+    assert sum(whole) == allowed
+    assert not written[~np.array(whole)].any()
+
+
+@pytest.mark.parametrize("piece", [48, 5000, 3 * BUFFER_BYTES + 12345], ids=["tiny", "pages", "larger-than-the-buffer"])
+def test_a_checksum_is_taken_of_the_engines_memory_in_a_slabs_order(
+    engine: CpuTransfer, process: HostKvProcess, pool: ShmPool, piece: int
+) -> None:
+    n, planes = 40 if piece < BUFFER_BYTES else 4, 3
+    (region,) = process.allocate(n * planes * piece)
+    layout = KvLayout(n, 16, tuple(KvPlane(0, i * n * piece, piece, piece, i) for i in range(planes)), (region,), "planes")
+    process.fill(6)
+    target = engine.attach(layout, process.peer)
+    table = np.array([[3, 0, 1]], np.int32)
+    nbytes = planes * 3 * piece
+    target.submit(Direction.STORE, np.array([4096], np.uint64), table).wait()
+    stored = xxhash.xxh3_64_intdigest(pool.bytes[4096 : 4096 + nbytes].tobytes())
+    pool.bytes[4096 : 4096 + nbytes] = 0
+    assert target.checksum(table[0]) == stored
+    assert not pool.bytes[4096 : 4096 + nbytes].any()
+    process.kill()
+    with pytest.raises(EngineGone):
+        target.checksum(table[0])
 
 
 def test_a_process_that_has_ended_is_refused_at_attach(engine: CpuTransfer, process: HostKvProcess) -> None:

@@ -1,13 +1,11 @@
 """Where a load's slabs come from when the pool is shared: our own, pinned, and those of other sidecars, which may reuse theirs.
 
 A foreign slab is a miss at worst, never a wrong byte: what ``slab_reader.py`` checks before and after each copy says whether it
-was reused. Where the CPU moves the bytes, its checksum is compared again *after* the copy: that also catches a writer that was
-paused in mid-copy, lost its lease and went on.
+was reused. Where the CPU moves the bytes, every slab's checksum is compared *after* the copy, our own slabs' too: that also
+catches a writer that was paused in mid-copy, lost its lease and went on.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from maru_shm import poolformat as F
 from maru_shm.layout import KEY_BYTES
@@ -70,7 +68,3 @@ class SharedSlabs:
             found.refs.append(ref)
             at += 1
         return found
-
-    def foreign(self, refs: Sequence[SlabRef]) -> list[bool]:
-        """Which slabs are another node's."""
-        return [not self._directory.shared.owns(ref.header) for ref in refs]

@@ -9,13 +9,16 @@ Rules
 - Block ids were checked against the layout before; offsets come from the directory. An engine checks neither again.
 - ``wait`` releases the GIL. It raises ``EngineGone`` if the peer died, else ``TransferError``; in both cases no
   byte of the engine's memory is touched after it has raised.
+- In a shared pool a STORE comes with ``may_go_on``, which raises once a slab may not be written any more. It is called directly
+  before each system call or submission that writes slabs; what it raises, ``submit`` or ``wait`` raises, and what has not
+  begun by then never begins. What *has* begun cannot be taken back: it ends late if the process or the machine stops in it.
 - Nothing is allocated, registered or created per copy that could be made once at attach.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from maru_shm.geometry import WHOLE, Direction, KvLayout, Share
+
+#: Raises :class:`~maru_shm.errors.RegionNotHeld` once what is being written may be another's. About a microsecond.
+MayGoOn = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +89,19 @@ class KvTarget(Protocol):
         slab_offsets: npt.NDArray[np.uint64],
         blocks: npt.NDArray[np.int32],
         share: Share = WHOLE,
+        may_go_on: MayGoOn | None = None,
     ) -> Copy:
         """Start copying ``n`` chunks. ``slab_offsets``: shape (n,), bytes from the pool's start. ``blocks``: shape
         (n, blocks per chunk), manager block ids or ``SKIP_BLOCK``. ``share``: of the planes; all shares together are the
-        chunks."""
+        chunks. ``may_go_on``: of a STORE, see the module; None in a pool of one's own."""
+        ...
+
+    def checksum(self, blocks: npt.NDArray[np.int32]) -> int | None:
+        """xxh3-64 of one chunk as it lies in the *engine's* memory now, in a slab's order: what no other writer of the pool can
+        have touched. ``blocks``: shape (blocks per chunk,), none skipped. None where its bytes are not read by the CPU.
+
+        Raises what ``wait`` does.
+        """
         ...
 
     def close(self) -> None:

@@ -21,14 +21,16 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from maru_shm.errors import AttachRefused, EngineGone, TransferError
 from maru_shm.geometry import WHOLE, Direction, KvLayout, RegionKind, Share
 from maru_shm.layout import SKIP_BLOCK
-from maru_sidecar.transfer.base import Peer, PoolMapping
+from maru_sidecar.transfer.base import MayGoOn, Peer, PoolMapping
 
 IOV_MAX = 1024
 CALL_BYTES = 8 << 20  #: a call's target size; a single larger piece is not split
+BUFFER_BYTES = 1 << 20  #: through which checksums are taken: it stays in a core's cache
 INLINE_BYTES = 1 << 20  #: up to here waking another thread (50 µs) costs more than it saves
 _IOVEC = np.dtype([("base", "<u8"), ("len", "<u8")])  # struct iovec on every 64-bit Linux
 
@@ -179,10 +181,11 @@ class CpuTarget:
         slab_offsets: npt.NDArray[np.uint64],
         blocks: npt.NDArray[np.int32],
         share: Share = WHOLE,
+        may_go_on: MayGoOn | None = None,
     ) -> CpuCopy:
         """See :class:`~maru_sidecar.transfer.base.KvTarget`. Small copies are done on return, well or not."""
         local, remote = self._pieces(slab_offsets, blocks, share.of(len(self._piece)))
-        copy = CpuCopy(self, direction, local, remote)
+        copy = CpuCopy(self, direction, local, remote, may_go_on)
         if not copy.has_work:  # every block skipped
             return copy
         with self._idle:
@@ -220,6 +223,20 @@ class CpuTarget:
                 remote, local = remote[first], local[first]
         return _iovec(local, sizes), _iovec(remote, sizes)
 
+    def checksum(self, blocks: npt.NDArray[np.int32]) -> int:
+        """See :class:`~maru_sidecar.transfer.base.KvTarget`. 3 to 7 GB/s, by the pieces' size: they are read once more."""
+        _, pieces = self._pieces(np.zeros(1, np.uint64), blocks[None], slice(None))
+        pieces = _split(pieces, BUFFER_BYTES)
+        buffer = np.empty(BUFFER_BYTES, np.uint8)
+        digest = xxhash.xxh3_64()
+        for start, stop in pairwise(_cuts(pieces["len"], BUFFER_BYTES)):
+            remote = pieces[start:stop]
+            ends = np.cumsum(remote["len"])
+            local = _iovec(np.uint64(buffer.ctypes.data) + ends - remote["len"], remote["len"])
+            _transfer(Direction.STORE, self.peer, local, remote)
+            digest.update(buffer[: int(ends[-1])].data)
+        return int(digest.intdigest())
+
     def ended(self) -> None:
         """A copy of this target has ended."""
         with self._idle:
@@ -236,11 +253,17 @@ class CpuCopy:
     """A copy in flight: calls not yet begun, taken by helper threads and by whoever waits."""
 
     def __init__(
-        self, target: CpuTarget, direction: Direction, local: npt.NDArray[np.void], remote: npt.NDArray[np.void]
+        self,
+        target: CpuTarget,
+        direction: Direction,
+        local: npt.NDArray[np.void],
+        remote: npt.NDArray[np.void],
+        may_go_on: MayGoOn | None,
     ) -> None:
         self.direction = direction
         self.nbytes = int(local["len"].sum())
         self._target = target
+        self._may_go_on = may_go_on
         self._local = local
         self._remote = remote
         self._calls = deque(pairwise(_cuts(local["len"])))
@@ -264,7 +287,8 @@ class CpuCopy:
         error: BaseException | None = None
         try:
             if self._error is None:
-                _transfer(self.direction, self._target.peer, self._local[start:stop], self._remote[start:stop])
+                local, remote = self._local[start:stop], self._remote[start:stop]
+                _transfer(self.direction, self._target.peer, local, remote, self._may_go_on)
         except BaseException as e:  # noqa: BLE001 - carried to the waiter, whichever thread met it
             error = e
         with self._lock:
@@ -287,8 +311,8 @@ class CpuCopy:
             raise self._error
 
 
-def _cuts(sizes: npt.NDArray[np.uint64]) -> list[int]:
-    """Boundaries of calls of at most IOV_MAX pieces that reach about CALL_BYTES."""
+def _cuts(sizes: npt.NDArray[np.uint64], call_bytes: int = CALL_BYTES) -> list[int]:
+    """Boundaries of calls of at most IOV_MAX pieces that reach about ``call_bytes``."""
     n = len(sizes)
     if n == 0:
         return []
@@ -297,9 +321,19 @@ def _cuts(sizes: npt.NDArray[np.uint64]) -> list[int]:
     while cuts[-1] < n:
         start = cuts[-1]
         before = int(ends[start - 1]) if start else 0
-        by_bytes = int(np.searchsorted(ends, np.uint64(before + CALL_BYTES), side="right"))
+        by_bytes = int(np.searchsorted(ends, np.uint64(before + call_bytes), side="right"))
         cuts.append(min(n, start + IOV_MAX, max(start + 1, by_bytes)))
     return cuts
+
+
+def _split(pieces: npt.NDArray[np.void], size: int) -> npt.NDArray[np.void]:
+    """The same bytes in pieces of at most ``size``."""
+    if not (pieces["len"] > size).any():
+        return pieces
+    parts = -(-pieces["len"].astype(np.int64) // size)
+    of = np.repeat(np.arange(len(pieces)), parts)
+    within = ((np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts, parts)) * size).astype(np.uint64)
+    return _iovec(pieces["base"][of] + within, np.minimum(pieces["len"][of] - within, np.uint64(size)))
 
 
 def _iovec(base: npt.ArrayLike, sizes: npt.ArrayLike) -> npt.NDArray[np.void]:
@@ -310,15 +344,23 @@ def _iovec(base: npt.ArrayLike, sizes: npt.ArrayLike) -> npt.NDArray[np.void]:
     return out
 
 
-def _transfer(direction: Direction, peer: Peer, local: npt.NDArray[np.void], remote: npt.NDArray[np.void]) -> None:
+def _transfer(
+    direction: Direction,
+    peer: Peer,
+    local: npt.NDArray[np.void],
+    remote: npt.NDArray[np.void],
+    may_go_on: MayGoOn | None = None,
+) -> None:
     """One call, repeated while it is partial. ``local`` and ``remote`` pair up piece by piece.
 
-    Raises :class:`EngineGone` or :class:`TransferError` (its cause is the ``OSError``).
+    Raises :class:`EngineGone` or :class:`TransferError` (its cause is the ``OSError``), and what ``may_go_on`` does.
     """
     call = _CALLS[direction]
     while len(local):
         if peer_exited(peer.pidfd):
             raise EngineGone(f"process {peer.pid} has ended", "")
+        if may_go_on is not None:
+            may_go_on()  # last: this process may be stopped between any two lines, and the call writes
         moved = call(peer.pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
         if moved < 0:
             code = ctypes.get_errno()

@@ -27,7 +27,7 @@ from maru_shm.cuda.driver import CudaDriver, CudaError
 from maru_shm.errors import AttachRefused, EngineGone, MaruError, PlatformUnsupported, TransferError
 from maru_shm.geometry import WHOLE, Direction, KvLayout, RegionKind, Share
 from maru_shm.placed_planes import place
-from maru_sidecar.transfer.base import Peer, PoolMapping
+from maru_sidecar.transfer.base import MayGoOn, Peer, PoolMapping
 from maru_sidecar.transfer.cpu import peer_exited
 from maru_sidecar.transfer.cuda_device import CudaDevice, Mapping
 from maru_sidecar.transfer.cuda_pinning import PinState, PoolPinning
@@ -262,6 +262,7 @@ class CudaTarget:
         slab_offsets: npt.NDArray[np.uint64],
         blocks: npt.NDArray[np.int32],
         share: Share = WHOLE,
+        may_go_on: MayGoOn | None = None,
     ) -> CudaCopy:
         """See :class:`~maru_sidecar.transfer.base.KvTarget`. About 6 µs per descriptor, more where the pool is not pinned."""
         start = time.thread_time_ns()
@@ -278,6 +279,8 @@ class CudaTarget:
             self._submitting += 1
         copy = None
         try:
+            if may_go_on is not None:
+                may_go_on()
             event, calls = self.device.submit(direction, copies)
             copy = CudaCopy(self, event, nbytes, len(copies))
         finally:
@@ -288,6 +291,9 @@ class CudaTarget:
                 self._idle.notify_all()
         self._engine.count(len(copies), calls, nbytes, time.thread_time_ns() - start)
         return copy
+
+    def checksum(self, blocks: npt.NDArray[np.int32]) -> None:
+        """None: the CPU would have to fetch the bytes from the GPU a second time."""
 
     def ended(self, copy: CudaCopy) -> None:
         with self._idle:
