@@ -1,28 +1,34 @@
 """What makes two engines' KV bytes interchangeable, beyond the tokens: facts for ``keys.model_root``, and one request's
 identity.
 
-Anything that shapes the bytes is a fact; a fact too many costs a miss, one too few a wrong answer. The weights are named by
-a digest of samples of their files rather than by a path: a re-trained model in the same directory is another model, a copy
-of the same model elsewhere is the same.
+Anything that shapes the bytes is a fact; a fact too many costs a miss, one too few a wrong answer. Which model it is:
+``model_identity.py``; which adapter: ``lora_identity.py``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
+import platform
 from collections.abc import Callable
 from typing import Any
 
+from maru_connector.file_samples import sample_digest
+from maru_connector.log import get_logger
+from maru_connector.lora_identity import LoraIdentities
+from maru_connector.model_identity import digest, identify
 from maru_shm import keys
 
-SAMPLES_PER_FILE = 16
-SAMPLE_BYTES = 4096
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
-_VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "_commit_hash", "torch_dtype", "dtype")
-#: rotary embeddings whose table depends on the engine's maximum length
-_LENGTH_DEPENDENT_ROPE = ("longrope", "su", "dynamic")
+__all__ = ["LoraIdentities", "cacheable", "chunk_extra", "declined", "declined_parallelism", "model_facts", "request_root"]
+
+logger = get_logger("maru_connector")
+
 _SUPPORTED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
+#: ``cache_dtype`` whose elements the type and shape of the KV tensors tell apart; building a model moves among these
+_TOLD_BY_LAYOUT = ("auto", "half", "float16", "bfloat16", "float", "float32", "fp8", "fp8_e4m3", "fp8_inc", "fp8_ds_mla")
+#: settings that change what a multimodal item becomes, without changing its identifier
+_MULTIMODAL = (
+    "mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype",
+)  # fmt: skip
 
 
 def declined(vllm_config: Any, kv_cache_config: Any) -> str | None:
@@ -40,6 +46,8 @@ def declined(vllm_config: Any, kv_cache_config: Any) -> str | None:
     parallelism = declined_parallelism(vllm_config)
     if parallelism is not None:
         return parallelism
+    if not getattr(getattr(vllm_config, "model_config", None), "is_prefix_caching_supported", True):
+        return "vLLM supports no prefix caching for this model: its pooler, or its attention, needs every token in the pass"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return "KV scales are computed at run time: equal tokens give other bytes in another engine"
     return None
@@ -54,106 +62,70 @@ def declined_parallelism(vllm_config: Any) -> str | None:
     return None
 
 
-def model_facts(vllm_config: Any, kv_cache_config: Any) -> dict[str, object]:
-    """The facts, equal in every process of one engine; plain values for ``keys.model_root``."""
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    hf_config = _config_dict(model.hf_config)
-    spec_config = getattr(vllm_config, "speculative_config", None)
+def model_facts(vllm_config: Any, kv_cache_config: Any, weights_identity: str | None = None) -> dict[str, object]:
+    """The facts, equal in every process of one engine; plain values for ``keys.model_root``.
+
+    ``weights_identity``: the user's name for the weights. Whoever gives it vouches that equal names are equal weights.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    found = identify(vllm_config, weights_identity)
+    if found.unshared is not None:
+        logger.info("maru: this engine's KV cache is not shared with other engines: %s.", found.unshared)
+    block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     facts: dict[str, object] = {
         "vllm": _vllm_version(),
-        **_weights(model.model, getattr(model, "revision", None), model.hf_config),
-        "config": _digest(hf_config),
+        **found.facts,
         "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "load_format": str(getattr(getattr(vllm_config, "load_config", None), "load_format", "")),
-        "kv_dtype": str(cache.cache_dtype),
-        "block_tokens": kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        "kv_dtype": _kv_dtype(vllm_config.cache_config.cache_dtype),
+        "block_tokens": block_tokens,
         "tp": parallel.tensor_parallel_size,
         "pp": parallel.pipeline_parallel_size,
         "dcp": getattr(parallel, "decode_context_parallel_size", 1),
         "pcp": getattr(parallel, "prefill_context_parallel_size", 1),
         "ep": bool(getattr(parallel, "enable_expert_parallel", False)),
-        "kv_heads": model.get_num_kv_heads(parallel),
-        "head_size": model.get_head_size(),
-        "window": str(getattr(model, "get_sliding_window", lambda: None)()),
     }
-    if any(word in json.dumps(hf_config, default=_plain) for word in (f'"{r}"' for r in _LENGTH_DEPENDENT_ROPE)):
-        facts["max_model_len"] = model.max_model_len
-    if spec_config is not None:
-        facts["draft"] = [str(getattr(spec_config, "method", "")), str(getattr(spec_config, "model", ""))]
+    multimodal = getattr(model, "multimodal_config", None)
+    if multimodal is not None:
+        facts["multimodal"] = digest({name: getattr(multimodal, name, None) for name in _MULTIMODAL})
+    if getattr(getattr(vllm_config, "device_config", None), "device_type", "") == "cpu":
+        facts["cpu"] = _cpu_attention(model.dtype, block_tokens)
+    draft = getattr(vllm_config, "speculative_config", None)
+    if draft is not None:
+        facts["draft"] = [str(getattr(draft, "method", "")), *_draft(str(getattr(draft, "model", "")))]
     return facts
+
+
+def _kv_dtype(cache_dtype: object) -> str:
+    """What the layout, a part of the namespace too, does not tell of the elements.
+
+    Building a model settles ``cache_dtype`` in the workers' copy of the configuration alone: ``auto`` or ``fp8`` becomes
+    ``fp8`` or ``fp8_ds_mla``. Those differ in the tensors' type or shape. The others, ``fp8_e5m2`` above all, stay.
+    """
+    return "" if str(cache_dtype) in _TOLD_BY_LAYOUT else str(cache_dtype)
+
+
+def _cpu_attention(dtype: Any, block_tokens: int) -> str:
+    """The instruction set that CPU attention is built for: it decides the order of bytes inside a block."""
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        return f"{platform.machine()} {_get_attn_isa(dtype, block_tokens)}"
+    except (ImportError, TypeError):  # another release's: it is private
+        return platform.machine()
+
+
+def _draft(model: str) -> list[str]:
+    """The draft model, by its bytes where they are here. One that is stale costs speed, never a wrong token."""
+    try:
+        return [sample_digest(model) or model]
+    except OSError:
+        return [model]
 
 
 def _vllm_version() -> str:
     import vllm
 
     return str(getattr(vllm, "__version__", "unknown"))
-
-
-def _config_dict(config: Any) -> dict[str, object]:
-    raw = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
-    return {k: v for k, v in raw.items() if k not in _VOLATILE_CONFIG}
-
-
-def _digest(value: object) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=_plain).encode(), digest_size=16).hexdigest()
-
-
-def _plain(value: object) -> object:
-    """An odd configuration value as something that is equal in every process: no addresses, no hash order."""
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(str, value))
-    text = str(value)
-    return type(value).__name__ if " at 0x" in text else text
-
-
-def _weights(name: str, revision: str | None, hf_config: Any) -> dict[str, object]:
-    """A local model by its bytes; one from a hub by its name and commit."""
-    sampled = sample_digest(name)
-    if sampled:
-        return {"weights": sampled}
-    return {"model": name, "revision": str(revision), "commit": str(getattr(hf_config, "_commit_hash", None))}
-
-
-def sample_digest(path: str) -> str:
-    """Digest of names, sizes and evenly spaced samples of the weight files at ``path`` (a directory or one file).
-
-    16 × 4 KiB per file: a millisecond per file, and no re-training leaves them all as they were. Empty if there are none.
-    """
-    if os.path.isdir(path):
-        files = sorted(os.path.join(path, f) for f in os.listdir(path) if f.endswith(_WEIGHT_SUFFIXES))
-    elif os.path.isfile(path):
-        files = [path]
-    else:
-        return ""
-    h = hashlib.blake2b(digest_size=16)
-    for name in files:
-        with open(name, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            h.update(f"{os.path.basename(name)}:{size};".encode())
-            for i in range(SAMPLES_PER_FILE):
-                file.seek(max(0, size - SAMPLE_BYTES) * i // max(1, SAMPLES_PER_FILE - 1))
-                h.update(file.read(SAMPLE_BYTES))
-    return h.hexdigest() if files else ""
-
-
-class LoraIdentities:
-    """Names adapters by path and contents; each is read once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, str, str], str] = {}
-
-    def of(self, lora_request: Any) -> str:
-        """Identity of a request's adapter, empty without one."""
-        if lora_request is None:
-            return ""
-        path = str(getattr(lora_request, "lora_path", "") or "")
-        key = (int(lora_request.lora_int_id), str(lora_request.lora_name), path)
-        identity = self._known.get(key)
-        if identity is None:
-            sampled = sample_digest(path)
-            identity = self._known[key] = f"weights:{sampled}" if sampled else f"name:{lora_request.lora_name}:{path}"
-        return identity
 
 
 def cacheable(request: Any) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from maru_connector import namespace
-from maru_connector.namespace import LoraIdentities, cacheable, chunk_extra, request_root, sample_digest
-from maru_shm.keys import ChunkKeys
+from maru_connector.namespace import LoraIdentities, cacheable, chunk_extra, request_root
+from maru_shm.keys import ChunkKeys, model_root
 
 ROOT = b"0123456789abcdef"
 
@@ -54,7 +54,8 @@ def test_an_image_over_a_chunk_boundary_counts_in_both() -> None:
 
 def test_a_salt_and_an_adapter_separate_every_chunk(tmp_path: Path) -> None:
     loras = LoraIdentities()
-    (tmp_path / "adapter.safetensors").write_bytes(os.urandom(5000))
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    (tmp_path / "adapter_model.bin").write_bytes(os.urandom(5000))
     adapter = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path=str(tmp_path))
     roots = {
         request_root(ROOT, request(), loras),
@@ -66,45 +67,10 @@ def test_a_salt_and_an_adapter_separate_every_chunk(tmp_path: Path) -> None:
     assert len(roots) == 5
 
 
-def test_an_adapter_is_named_by_its_weights(tmp_path: Path) -> None:
-    data = os.urandom(5000)
-    for name in ("one", "two", "three"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter.safetensors").write_bytes(data if name != "three" else os.urandom(5000))
-    identities = [
-        LoraIdentities().of(SimpleNamespace(lora_int_id=i, lora_name=name, lora_path=str(tmp_path / name)))
-        for i, name in enumerate(("one", "two", "three"))
-    ]
-    assert identities[0] == identities[1] != identities[2]
-
-
-def test_an_adapter_without_files_here_is_named_by_name_and_path() -> None:
-    def named(name: str, path: str) -> str:
-        return LoraIdentities().of(SimpleNamespace(lora_int_id=1, lora_name=name, lora_path=path))
-
-    assert len({named("a", "hub/x"), named("b", "hub/x"), named("a", "hub/y")}) == 3
-
-
 def test_prompt_embeddings_and_streamed_prompts_are_not_cached() -> None:
     assert cacheable(request())
     assert not cacheable(request(prompt_embeds=object()))
     assert not cacheable(request(resumable=True))
-
-
-def test_a_model_is_named_by_the_bytes_of_its_weights_not_by_its_path(tmp_path: Path) -> None:
-    data = bytearray(os.urandom(1 << 20))
-    for name in ("a", "b", "c"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(name)
-    (tmp_path / "a" / "model.safetensors").write_bytes(data)
-    (tmp_path / "b" / "model.safetensors").write_bytes(data)
-    for at in range(0, len(data), 512):  # a re-training moves every tensor
-        data[at] ^= 1
-    (tmp_path / "c" / "model.safetensors").write_bytes(data)
-    assert sample_digest(str(tmp_path / "a")) == sample_digest(str(tmp_path / "b"))
-    assert sample_digest(str(tmp_path / "a")) != sample_digest(str(tmp_path / "c"))
-    assert sample_digest(str(tmp_path)) == ""
-    assert sample_digest("org/model-on-a-hub") == ""
 
 
 class FullAttentionSpec:
@@ -144,3 +110,89 @@ def test_run_time_scales_are_declined() -> None:
     config, cache = engine(FullAttentionSpec())
     config.cache_config.calculate_kv_scales = True
     assert "scales" in (namespace.declined(config, cache) or "")
+
+
+def test_a_model_whose_pooler_needs_every_token_is_declined() -> None:
+    config, cache = engine(FullAttentionSpec())
+    config.model_config = SimpleNamespace(is_prefix_caching_supported=False)
+    assert "pooler" in (namespace.declined(config, cache) or "")
+    config.model_config.is_prefix_caching_supported = True
+    config.cache_config.enable_prefix_caching = False  # the user's choice for the local cache alone
+    assert namespace.declined(config, cache) is None
+
+
+def whole_engine(directory: Path, **multimodal: object) -> tuple[Any, Any]:
+    """An engine's configuration as far as its facts go, with ``config.json`` and weights in ``directory``."""
+    if not (directory / "config.json").exists():
+        (directory / "config.json").write_text('{"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn"}}')
+        (directory / "model.bin").write_bytes(os.urandom(100))
+    model = SimpleNamespace(
+        model=str(directory), revision=None, hf_overrides={}, quantization=None, dtype="bfloat16", max_model_len=4096,
+        hf_config=SimpleNamespace(rope_parameters={"rope_type": "yarn"}, sliding_window=None),
+        multimodal_config=SimpleNamespace(**multimodal) if multimodal else None,
+    )  # fmt: skip
+    config = SimpleNamespace(
+        model_config=model, cache_config=SimpleNamespace(cache_dtype="auto"), device_config=SimpleNamespace(device_type="cuda"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
+        kv_transfer_config=SimpleNamespace(engine_id="e"), instance_id="1",
+    )  # fmt: skip
+    return config, engine(FullAttentionSpec())[1]
+
+
+def root_of(config: Any, cache: Any) -> bytes:
+    pytest.importorskip("vllm")
+    return model_root(namespace.model_facts(config, cache))
+
+
+def test_building_the_model_in_the_workers_does_not_change_their_root(tmp_path: Path) -> None:
+    config, cache = whole_engine(tmp_path)
+    scheduler = root_of(config, cache)
+    config.model_config.hf_config.rope_parameters["rope_type"] = "deepseek_yarn"
+    config.model_config.hf_config.sliding_window = 128
+    for settled in ("fp8", "fp8_ds_mla"):
+        config.cache_config.cache_dtype = settled
+        assert root_of(config, cache) == scheduler
+
+
+def test_kinds_of_kv_elements_that_look_alike_are_told_apart(tmp_path: Path) -> None:
+    roots = set()
+    for kind in ("fp8", "fp8_e5m2", "int8_per_token_head", "fp8_per_token_head"):
+        config, cache = whole_engine(tmp_path)
+        config.cache_config.cache_dtype = kind
+        roots.add(root_of(config, cache))
+    assert len(roots) == 4
+
+
+def test_settings_that_change_what_an_image_becomes_are_facts(tmp_path: Path) -> None:
+    roots = {
+        root_of(*whole_engine(tmp_path, **settings))
+        for settings in (
+            {"mm_processor_kwargs": None, "media_io_kwargs": {}},
+            {"mm_processor_kwargs": {"max_pixels": 1000}, "media_io_kwargs": {}},
+            {"mm_processor_kwargs": None, "media_io_kwargs": {"video": {"num_frames": 4}}},
+        )
+    }
+    assert len(roots) == 3
+
+
+def test_a_cpu_engine_says_how_its_blocks_are_laid_out(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("vllm")
+    config, cache = whole_engine(tmp_path)
+    config.device_config.device_type = "cpu"
+    config.model_config.dtype = torch.float32
+    facts = namespace.model_facts(config, cache)
+    assert facts["cpu"]
+    cache.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=32)
+    assert namespace.model_facts(config, cache)["cpu"] != facts["cpu"]
+
+
+def test_a_retrained_draft_model_is_another_model(tmp_path: Path) -> None:
+    config, cache = whole_engine(tmp_path)
+    (tmp_path / "draft").mkdir()
+    config.speculative_config = SimpleNamespace(method="eagle", model=str(tmp_path / "draft"))
+    roots = set()
+    for _ in range(2):
+        (tmp_path / "draft" / "model.bin").write_bytes(os.urandom(100))
+        roots.add(root_of(config, cache))
+    assert len(roots) == 2
