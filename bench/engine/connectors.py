@@ -16,7 +16,7 @@ def kv_config(name: str, host_gib: float, chunk_tokens: int, options: dict[str, 
             return None
         case "maru":
             base = {"kv_connector": "MaruSidecarConnector", "kv_connector_module_path": "maru_connector.connector"}
-            extra = {"maru.chunk_tokens": chunk_tokens}
+            extra = {"maru.chunk_tokens": chunk_tokens, "maru.weights_identity": "dummy, seed 0"}
         case "engine_only":
             base = {"kv_connector": "EngineOnlyConnector", "kv_connector_module_path": "engine_only"}
             extra = {"chunk_tokens": chunk_tokens}

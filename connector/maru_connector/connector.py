@@ -83,7 +83,7 @@ class MaruSidecarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._block_tokens: int = spec.block_size
         check_chunk(self._options, self._block_tokens)
-        self._root = keys.model_root(namespace.model_facts(vllm_config, kv_cache_config))
+        self._root = keys.model_root(namespace.model_facts(vllm_config, kv_cache_config, self._options.weights_identity))
         if is_scheduler:
             self._scheduler = self._make_scheduler_half()
         else:

@@ -67,8 +67,12 @@ def identify(vllm_config: Any, named: str | None = None) -> ModelIdentity:
 def _unnamed(vllm_config: Any, facts: dict[str, object]) -> str | None:
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         return "weight_transfer_config is set: the weights change in place"
+    if getattr(getattr(vllm_config, "load_config", None), "load_format", "") == "dummy":
+        return "load_format is dummy: nothing says what the weights are, or become"
     if facts.get("elsewhere"):
         return f"the weights are at {facts['elsewhere']}, which may come to hold others"
+    if "weights" not in facts and "commit" not in facts:
+        return f"there are no weight files in {facts.get('model')}"
     if "commit" in facts and not _COMMIT.fullmatch(str(facts["commit"])):
         return f"the commit of {facts['model']} is not known"
     return None

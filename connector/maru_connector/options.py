@@ -65,6 +65,8 @@ class Options:
     store_timeout_s: float = 60.0  #: a store that takes longer is abandoned
     attach_timeout_s: float = 2.0  #: how long engine start waits for the sidecar; it goes on without
     max_records: int = 256  #: requests in flight on the ring
+    #: a name for the weights, instead of a digest of their files; engines with equal names must have equal weights
+    weights_identity: str | None = None
     min_hit_tokens: int | None = None  #: a shorter external hit is not worth a load; None: see :func:`for_device`
     max_parked_share: float = 0.5  #: of the GPU blocks, held by requests whose hit is loading
     max_pinned_share: float = 0.25  #: of the GPU blocks, pinned by stores in flight
@@ -73,7 +75,7 @@ class Options:
 
 _TYPES: dict[str, type] = {
     "socket": str, "chunk_tokens": int, "deferred_load": bool, "write_behind": bool, "layerwise_overlap": bool,
-    "block_outermost": bool,
+    "block_outermost": bool, "weights_identity": str,
     "lookup_spin_us": float, "lookup_patience_ms": float, "attach_patience_ms": float,
     "load_timeout_s": float, "store_timeout_s": float,
     "attach_timeout_s": float, "max_records": int, "min_hit_tokens": int, "max_parked_share": float, "max_pinned_share": float,

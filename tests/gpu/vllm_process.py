@@ -130,7 +130,10 @@ class _Engine:
             kv_transfer_config={
                 "kv_connector": "MaruSidecarConnector", "kv_connector_module_path": "maru_connector.connector",
                 "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"maru.socket": socket, "maru.chunk_tokens": self.shape.chunk_tokens, **options},
+                "kv_connector_extra_config": {
+                    "maru.socket": socket, "maru.chunk_tokens": self.shape.chunk_tokens, "maru.weights_identity": "seed 0",
+                    **options,
+                },
             },
         )  # fmt: skip
         self._engine = self._llm.llm_engine

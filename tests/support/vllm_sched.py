@@ -129,6 +129,7 @@ def vllm_config(settings: Settings, model: Path) -> VllmConfig:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={
                 "maru.socket": settings.socket,
+                "maru.weights_identity": "toy",  # a model without weights
                 "maru.chunk_tokens": settings.chunk_tokens,
                 **settings.extra,
             },

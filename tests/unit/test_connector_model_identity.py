@@ -137,6 +137,16 @@ def test_weights_that_change_in_place_are_not_shared(tmp_path: Path) -> None:
     assert not same(one, restarted)  # even where the user gives it the same id
 
 
+def test_weights_that_are_nowhere_are_not_shared(tmp_path: Path) -> None:
+    a = model(tmp_path / "a")
+    one, other = engine(a, engine_id="1"), engine(a, engine_id="2")
+    one.load_config = other.load_config = SimpleNamespace(load_format="dummy", model_loader_extra_config={})
+    assert not same(one, other)
+    assert same(one, other, "v7")
+    (a / "model.bin").unlink()
+    assert not shared(name=a)
+
+
 def test_weights_that_cannot_be_read_are_not_shared(tmp_path: Path) -> None:
     a = model(tmp_path / "a")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
