@@ -109,7 +109,7 @@ class Lookups:
         return lookup
 
     def _about_to_end(self, state: RequestState) -> NoAnswer:
-        """It waited in the queue for longer than the lease lives: ask anew. Not for ever, as leases may be too short for any."""
+        """It waited in the queue for longer than the lease lives: ask anew. A few times, as any wait may be longer."""
         self.drop(state)
         state.known_hits = -1
         state.renewals += 1

@@ -51,12 +51,12 @@ class Backend(Protocol):
         """Pin the leading present keys; ``(pin id, their places)``, ``(0, b"")`` if the first is absent."""
         ...
 
-    def unpin(self, pin: int) -> int:
-        """Keys let go; 0 for an unknown (expired, repeated) id."""
+    def unpin(self, member: str, pin: int) -> int:
+        """Keys let go; 0 for an id that is unknown (expired, repeated) or another member's."""
         ...
 
     def delete(self, member: str, table: Table, keys: Keys) -> bytes:
-        """Outcome codes. ``member`` "" may delete any key."""
+        """Outcome codes."""
         ...
 
     def tables(self) -> list[tuple[bytes, int, int]]: ...

@@ -14,10 +14,11 @@ from typing import Any
 import click
 
 from maru_server import __version__
+from maru_server import protocol as P
 from maru_server.auth import new_token, read_token, token_in
 from maru_server.backend import Backend
 from maru_server.client import DirectoryClient
-from maru_server.cluster_state import Settings
+from maru_server.cluster_state import PIN_FLOOR_MS, Settings
 from maru_server.connection import DEFAULT_ENDPOINT, default_endpoint
 from maru_server.errors import ServerRefused, ServerUnavailable
 from maru_server.extra import REMEDY, is_missing
@@ -110,9 +111,9 @@ def main() -> None:
 )
 @click.option("--prefix", default="maru", show_default=True, help="Separates several directories in one Redis.")
 @click.option("--state-dir", type=click.Path(file_okay=False), help="Remembers the epoch ($STATE_DIRECTORY).")
-@click.option("--lease-ms", type=click.IntRange(100), default=Settings().lease_ms, show_default=True)
+@click.option("--lease-ms", type=click.IntRange(*P.LEASE_MS), default=Settings().lease_ms, show_default=True)
 @click.option("--grace-ms", type=click.IntRange(0), default=Settings().grace_ms, show_default=True)
-@click.option("--heartbeat-ms", type=click.IntRange(10), default=Settings().heartbeat_ms, show_default=True)
+@click.option("--heartbeat-ms", type=click.IntRange(P.HEARTBEAT_MS_MIN), default=Settings().heartbeat_ms, show_default=True)
 @click.option(
     "--reap-ms",
     type=click.IntRange(0),
@@ -120,9 +121,22 @@ def main() -> None:
     show_default=True,
     help="A dead node's chunks stay readable this long.",
 )
-@click.option("--max-pin-ms", type=click.IntRange(1), default=Settings().max_pin_ms, show_default=True)
+@click.option(
+    "--max-pin-ms",
+    type=click.IntRange(PIN_FLOOR_MS),
+    default=Settings().max_pin_ms,
+    show_default=True,
+    help="Readers' pins last no longer, whatever a sidecar's server.pin_ttl_s asks for.",
+)
 @click.option(
     "--max-keys", type=click.IntRange(1), default=Settings().max_keys, show_default=True, help="About 170 bytes of memory each."
+)
+@click.option(
+    "--max-pinned-keys",
+    type=click.IntRange(1),
+    default=Settings().max_pinned_keys,
+    show_default=True,
+    help="What one node may have pinned at once; about 75 bytes of memory each.",
 )
 @click.option("--http", "http_address", default="", help="Show /healthz /readyz /metrics /status /version on HOST:PORT. [off]")
 @click.option(
@@ -241,7 +255,7 @@ def top(client: DirectoryClient, interval: float, count: int, form: str) -> None
         time.sleep(interval)
         now, stamp = client.stats(), time.monotonic()
         rates: Row = {"time": time.strftime("%H:%M:%S"), "keys": now["keys"], "nodes": now["nodes"], "grants": now["grants"]}
-        for name in ("requests", "keys_looked_up", "keys_registered"):
+        for name in ("requests", "keys_looked_up", "keys_found", "keys_registered"):
             total = f"{name}_total"
             rates[f"{name}_per_second"] = round((float(now[total]) - float(before[total])) / (stamp - then), 1)
         before, then, done = now, stamp, done + 1

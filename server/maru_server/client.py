@@ -15,7 +15,8 @@ import numpy.typing as npt
 import zmq
 
 from maru_server import protocol as P
-from maru_server.connection import Connection, expect
+from maru_server.answers import expect
+from maru_server.connection import Connection
 from maru_server.errors import ServerRefused
 from maru_server.protocol import ErrorCode, GrantInfo, Mode, Outcome
 
@@ -30,13 +31,14 @@ class Located:
     places: npt.NDArray[np.void]
     grants: dict[int, GrantInfo]
     pin: int = 0
+    pin_ms: int = 0  #: how long the pin lasts, counted from when it was asked for
 
     def __len__(self) -> int:
         return len(self.places)
 
     @staticmethod
     def of(reply: P.Places) -> Located:
-        return Located(np.frombuffer(reply.places, P.PLACE), {g.id: g for g in reply.grants}, reply.pin)
+        return Located(np.frombuffer(reply.places, P.PLACE), {g.id: g for g in reply.grants}, reply.pin, reply.pin_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,9 @@ class DirectoryClient:
         return [bool(f) for f in self._read(P.Exists(namespace, rank, keys), P.Present).flags]
 
     def pin(self, namespace: bytes, rank: int, keys: bytes, ttl_ms: int) -> Located:
-        """Pin the leading present keys. Read no more from them ``ttl_ms`` after calling this."""
+        """Pin the leading present keys for ``ttl_ms`` or the server's maximum. Read no more from them ``pin_ms`` after calling
+        this.
+        """
         return Located.of(self._write(P.Pin(namespace, rank, keys, ttl_ms), P.Places))
 
     def unpin(self, pin: int) -> int:

@@ -9,6 +9,9 @@ import msgspec
 from maru_server.protocol import GrantInfo, GrantState, MemberState
 
 OPS_REMEMBERED = 16  #: idempotency window of a member; a client has one allocation in flight
+#: Shortest ``--max-pin-ms``. A scheduler builds on no lease with less than 2 s left, and a lookup waits 1 s at most for the
+#: server: of a shorter pin nothing may be left.
+PIN_FLOOR_MS = 3_000
 READABLE = (GrantState.GRANTED, GrantState.PROVISIONAL, GrantState.ORPHANED)
 _TOKENS_PER_MS = 1 << 20  # epochs are ms since 1970, so tokens of a later epoch are larger
 EPOCH_END = (1 << 63) // _TOKENS_PER_MS  #: in the year 2248 tokens would leave 63 bits
@@ -21,8 +24,11 @@ class Settings(msgspec.Struct, frozen=True):
     grace_ms: int = 2_000
     heartbeat_ms: int = 2_000
     reap_ms: int = 600_000  #: a dead node's chunks stay readable this long
-    max_pin_ms: int = 60_000
+    max_pin_ms: int = 60_000  #: longest pin; one asked for longer lasts this long
     max_keys: int = 200_000_000
+    #: One member's. 32 lookups of 8192 keys under way on 4 ranks, or 256 requests of 128 Ki tokens (512 chunks) on 8 that wait
+    #: for their loads; 75 MiB of memory.
+    max_pinned_keys: int = 1 << 20
     max_members: int = 10_000
     max_devices: int = 1024
     max_tables: int = 16_384

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TypeVar
 
 import msgspec
 import zmq
 
 from maru_server import __version__
 from maru_server import protocol as P
+from maru_server.answers import check_answer, expect
 from maru_server.auth import guard_client, require_token
 from maru_server.errors import ServerRefused, ServerUnavailable
 from maru_server.handshakes import Reach, ServerReach, explain
 from maru_shm.endpoint import normal_endpoint
 from maru_shm.errors import ProtocolViolation
-
-T = TypeVar("T")
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:7420"
 
@@ -110,8 +108,12 @@ class Connection:
             raise ProtocolViolation(f"metadata server's reply not understood: {e}", "run the same release on both sides") from e
 
     def call(self, message: P.Request, timeout_ms: int, *, epoch: int | None = None) -> P.Reply:
-        """Send and wait for this request's reply. Raises :class:`ServerUnavailable`, :class:`ServerRefused`."""
-        return self.wait(self.send(message, epoch=epoch), timeout_ms)
+        """Send and wait for this request's reply. Raises :class:`ServerUnavailable`, :class:`ServerRefused`, and
+        :class:`ProtocolViolation` for a reply that is no answer to it.
+        """
+        reply = self.wait(self.send(message, epoch=epoch), timeout_ms)
+        check_answer(message, reply)
+        return reply
 
     def wait(self, request_id: int, timeout_ms: int) -> P.Reply:
         """The reply to a request of ours; replies to others are dropped."""
@@ -140,6 +142,7 @@ class Connection:
         """Open the session (again). Raises as :meth:`call`."""
         message = P.Hello(P.PROTOCOL_MIN, P.PROTOCOL, client, node, incarnation, predecessor, label)
         epoch, reply = self._wait(self.send(message, epoch=0), timeout_ms)
+        check_answer(message, reply)
         self.welcome = expect(reply, P.Welcome)
         self.epoch = epoch
         return self.welcome
@@ -148,14 +151,5 @@ class Connection:
 def checked(reply: P.Reply) -> P.Reply:
     """The reply, unless it is an Error: that is raised as :class:`ServerRefused`."""
     if isinstance(reply, P.Error):
-        raise ServerRefused(reply.code, reply.what, reply.remedy, reply.retry_ms)
-    return reply
-
-
-def expect(reply: P.Reply, kind: type[T]) -> T:
-    """The reply as the type its request asks for. Raises :class:`ProtocolViolation` for another."""
-    if not isinstance(reply, kind):
-        raise ProtocolViolation(
-            f"metadata server answered {type(reply).__name__}, not {kind.__name__}", "same release on both sides"
-        )
+        raise ServerRefused(reply.code, reply.what, reply.remedy, max(0, reply.retry_ms))
     return reply

@@ -52,8 +52,10 @@ class LinkStats:
     keys_existing: int  #: another node had them first
     dropped: int  #: publications that found the queue full
     reconnects: int
-    last_error: str  #: it may be long over: the state tells
+    refused: int  #: requests answered with an error
+    last_error: str
     last_error_ms_ago: int
+    error_stands: bool  #: whether ``last_error`` is still so
     regions_refused: str  #: why regions were not granted when last asked for; empty once some were
 
 
@@ -90,6 +92,7 @@ Item = Publication | Question
 
 @dataclass(slots=True)
 class Pending:
+    request: P.Request
     sent_ns: int
     answer: Callback
     item: Item | None = None

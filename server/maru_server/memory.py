@@ -21,7 +21,7 @@ from maru_server.cluster import Cluster
 from maru_server.cluster_state import EPOCH_END, ClusterState, Observer, Settings
 from maru_server.errors import ServerRefused
 from maru_server.lease import boottime_ns
-from maru_server.places import grant_ids
+from maru_server.places import grant_ids, n_found
 from maru_server.protocol import ErrorCode, Outcome
 from maru_shm.errors import ConfigError
 
@@ -105,7 +105,7 @@ class MemoryBackend:
     def tick(self) -> None:
         now = boottime_ns()
         while self._pin_ends and self._pin_ends[0][0] <= now:
-            self.unpin(heapq.heappop(self._pin_ends)[1])
+            self._end_pin(heapq.heappop(self._pin_ends)[1])
         due = self._cluster.due(self._observer, self._beats, now, lambda grant: self._pinned_grants[grant] > 0)
         if due:
             for member in self._cluster.apply(due):
@@ -157,7 +157,7 @@ class MemoryBackend:
         self._beats.pop(member, None)
         self._seen_ns.pop(member, None)
         for pin in [i for i, p in self._pins.items() if p.member == member]:
-            self.unpin(pin)
+            self._end_pin(pin)
 
     def heartbeat(self, member: str) -> None:
         self._cluster.member(member)
@@ -231,12 +231,18 @@ class MemoryBackend:
         return b"".join([shards[k[0]].get(k, nowhere) for k in keys])
 
     def lookup(self, table: Table, keys: Keys) -> bytes:
-        self._counts["looked_up"] += len(keys)
-        return self._readable.filter(self._raw(table, keys))
+        places = self._readable.filter(self._raw(table, keys))
+        self._count_asked(len(keys), n_found(places))
+        return places
+
+    def _count_asked(self, n: int, found: int) -> None:
+        self._counts["looked_up"] += n
+        self._counts["found"] += found
 
     def pin(self, member: str, table: Table, keys: Keys, ttl_ms: int) -> tuple[int, bytes]:
         raw = self._raw(table, keys)
         n = self._readable.leading(raw)
+        self._count_asked(len(keys), n)
         if n == 0:
             return 0, b""
         places = raw[: n * P.PLACE_BYTES]
@@ -248,7 +254,11 @@ class MemoryBackend:
         heapq.heappush(self._pin_ends, (boottime_ns() + ttl_ms * 1_000_000, self._next_pin))
         return self._next_pin, places
 
-    def unpin(self, pin: int) -> int:
+    def unpin(self, member: str, pin: int) -> int:
+        held = self._pins.get(pin)
+        return self._end_pin(pin) if held is not None and held.member == member else 0
+
+    def _end_pin(self, pin: int) -> int:
         held = self._pins.pop(pin, None)
         if held is None:
             return 0
@@ -257,7 +267,7 @@ class MemoryBackend:
         return len(held.keys)
 
     def delete(self, member: str, table: Table, keys: Keys) -> bytes:
-        mine = self._cluster.writable_ids(member) if member else None
+        mine = self._cluster.writable_ids(member)
         shards = self._tables.get(table)
         codes = bytearray()
         for key in keys:
@@ -265,7 +275,7 @@ class MemoryBackend:
             grant = int.from_bytes(old[:4], "little") if old is not None else 0
             if shards is None or old is None or not self._readable.has(grant):
                 codes.append(Outcome.ABSENT)
-            elif mine is not None and grant not in mine:
+            elif grant not in mine:
                 codes.append(Outcome.NOT_OWNER)
             elif self._pinned[table, key]:
                 codes.append(Outcome.PINNED)
@@ -333,6 +343,7 @@ class MemoryBackend:
             "hold": int(s.hold),
             "unswept_grants": len(s.unswept),
             "keys_looked_up_total": self._counts["looked_up"],
+            "keys_found_total": self._counts["found"],
             "keys_registered_total": self._counts["registered"],
             "nodes_died_total": self._counts["nodes_died"],
         }

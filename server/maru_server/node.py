@@ -29,7 +29,8 @@ import zmq
 
 from maru_server import protocol as P
 from maru_server.announce import Slabs, SlabSource, announcements, batches
-from maru_server.connection import Connection, checked, expect
+from maru_server.answers import check_answer, expect
+from maru_server.connection import Connection, checked
 from maru_server.errors import ServerError, ServerRefused, ServerUnavailable
 from maru_server.lease import NodeLease, RegionLease, boottime_ns
 from maru_server.link_types import (
@@ -44,6 +45,7 @@ from maru_server.link_types import (
     Want,
 )
 from maru_server.protocol import ClaimVerdict, ErrorCode, Outcome
+from maru_server.refusals import Refusals
 from maru_shm.errors import MaruError, ProtocolViolation
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,8 @@ log = logging.getLogger(__name__)
 _MS = 1_000_000
 _ANNOUNCE_WINDOW = 4  # batches in flight
 _BACKOFF_MS = (50, 2000)
+_VIOLATION_BACKOFF_MS = 500  # a server that breaks the protocol most likely does so again, at once
+_RETRY_MS_MIN = 10
 _REASONS_LOGGED = 4  # of one outage: what a network in trouble says may change with every attempt
 
 
@@ -85,6 +89,7 @@ class NodeLink:
         self._backoff_ms = _BACKOFF_MS[0]
         self._keys_announced = self._keys_existing = self._dropped = self._reconnects = 0
         self._last_error, self._last_error_ns = "", 0
+        self._refusals = Refusals()
         self._down_ns = 0  # since when there has been no session; 0 while there is one, or none was missed yet
         self._said: set[str] = set()  # reasons logged since then
         self._refused = ""  # why regions that are wanted were not granted when last asked for
@@ -168,7 +173,7 @@ class NodeLink:
         timeout_ms: int = 60_000,
     ) -> None:
         """Ask for ``count`` regions, again and again until ``timeout_ms`` where that can help; ``done`` on the link's
-        thread.
+        thread. A region that this node holds already comes as a revoked lease.
         """
         message = P.AllocRegions(uuid.uuid4().hex, count, device, slab_bytes)
         with self._lock:
@@ -192,10 +197,17 @@ class NodeLink:
     def stats(self) -> LinkStats:
         now = boottime_ns()
         left = max(0, (self.lease.deadline_ns - now) // _MS)
-        age = (now - self._last_error_ns) // _MS if self._last_error else 0
+        error, error_ns, stands = self._last_error, self._last_error_ns, True
+        if self.state not in (LinkState.CONNECTING, LinkState.SUPERSEDED):
+            refused_ns, refused = self._refusals.standing
+            stands = bool(refused)
+            if refused:
+                error, error_ns = refused, refused_ns
+        age = max(0, now - error_ns) // _MS if error else 0
         return LinkStats(
             self.state, self._epoch, left, len(self._regions), len(self._queue), len(self._pending), self._keys_announced,
-            self._keys_existing, self._dropped, self._reconnects, self._last_error, age, self._refused,
+            self._keys_existing, self._dropped, self._reconnects, self._refusals.total, error, age, stands and bool(error),
+            self._refused,
         )  # fmt: skip
 
     # --- the link's thread: loop -------------------------------------------------------------------------------------------
@@ -206,6 +218,7 @@ class NodeLink:
             except ServerError as e:
                 self._disconnect(e)
             except ProtocolViolation as e:
+                self._backoff_ms = max(self._backoff_ms, _VIOLATION_BACKOFF_MS)
                 self._disconnect(e)
             except Exception as e:
                 log.exception("server link failed; it starts over")
@@ -245,21 +258,30 @@ class NodeLink:
             os.eventfd_read(self._wake)
 
     def _send(self, message: P.Request, answer: Callback, item: Item | None = None, *, epoch: int | None = None) -> None:
-        self._pending[self._connection.send(message, epoch=epoch)] = Pending(boottime_ns(), answer, item)
+        self._pending[self._connection.send(message, epoch=epoch)] = Pending(message, boottime_ns(), answer, item)
 
     def _on_reply(self, request_id: int, epoch: int, reply: P.Reply) -> None:
         pending = self._pending.pop(request_id, None)
         if pending is None:
             return  # an answer to a connection before
+        verb = type(pending.request)
         result: P.Reply | MaruError
         try:
             result = checked(reply)
+            check_answer(pending.request, result)
+            self._refusals.answered(verb)
+        except ProtocolViolation as e:
+            self._pending[request_id] = pending  # goes with the others
+            self._refusals.broken(verb, e)
+            raise
         except ServerRefused as e:
             if e.code in (ErrorCode.NO_SESSION, ErrorCode.WRONG_EPOCH, ErrorCode.NODE_DEAD, ErrorCode.STALE_INCARNATION):
                 self._pending[request_id] = pending  # goes with the others
                 self._lose_session(e)
                 return
             result = e
+            if said := self._refusals.refused(verb, e):
+                self._note_error(said)
         if isinstance(result, P.Welcome):
             self._epoch_seen = epoch
         pending.answer(result)
@@ -282,6 +304,7 @@ class NodeLink:
         self._connection.welcome = welcome
         self._lease_ms, self._heartbeat_ms = welcome.lease_ms, welcome.heartbeat_ms
         self._backoff_ms = _BACKOFF_MS[0]
+        self._refusals.new_session()
         if self._down_ns:
             log.info(
                 "linked to metadata server %s after %.1f s without", self.config.endpoint, (boottime_ns() - self._down_ns) / 1e9
@@ -292,7 +315,7 @@ class NodeLink:
             self._epoch = self._epoch_seen
             self._announce_all = True
         for m in self._devices.values():
-            self._send(m, self._log_refusal)
+            self._send(m, lambda _reply: None)
         self._next_ns = boottime_ns() + self._heartbeat_ms * _MS
         self._claim(sent_ns)
 
@@ -428,11 +451,6 @@ class NodeLink:
             want.done(gone)
 
     # --- sending ------------------------------------------------------------------------------------------------------------
-    @staticmethod
-    def _log_refusal(reply: P.Reply | MaruError) -> None:
-        if isinstance(reply, MaruError):
-            log.warning("%s", reply)
-
     def _send_wants(self, now: int) -> None:
         with self._lock:
             due = [w for w in self._wants if not w.asked and now >= w.next_ns]
@@ -441,10 +459,12 @@ class NodeLink:
             self._send(want.message, lambda reply, want=want: self._on_granted(want, reply))  # type: ignore[misc]
 
     def _on_granted(self, want: Want, reply: P.Reply | MaruError) -> None:
-        if isinstance(reply, ServerRefused) and reply.retry_ms and boottime_ns() + reply.retry_ms * _MS < want.end_ns:
-            want.asked, want.next_ns = False, boottime_ns() + reply.retry_ms * _MS
-            self._refused = str(reply)
-            return
+        if isinstance(reply, ServerRefused) and reply.retry_ms:
+            again_ns = boottime_ns() + max(reply.retry_ms, _RETRY_MS_MIN) * _MS
+            if again_ns < want.end_ns:
+                want.asked, want.next_ns = False, again_ns
+                self._refused = str(reply)
+                return
         self._refused = str(reply) if isinstance(reply, MaruError) else ""
         with self._lock:
             self._wants.remove(want)
@@ -455,7 +475,12 @@ class NodeLink:
         for g in expect(reply, P.Granted).grants:
             region = RegionLease(self.lease, g.device, g.region)
             region.confirm(g.token, g.id)
-            self._regions[g.device, g.region] = region
+            held = self._regions.get((g.device, g.region))
+            if held is None or held.revoked:
+                self._regions[g.device, g.region] = region
+            else:  # the server gave away what it had not got back: nothing is written by the second grant
+                region.revoked = True
+                log.warning("region %d of device %s was granted while it is held", g.region, g.device.hex())
             granted.append(region)
         want.done(granted)
 

@@ -39,7 +39,8 @@ _BACKEND = {
     "pins": ("maru_server_pins", "gauge", "Pins held by readers (memory backend)"),
     "hold": ("maru_server_hold", "gauge", "1 while nothing is granted because leases of the epoch before may still run"),
     "unswept_grants": ("maru_server_unswept_regions", "gauge", "Ended grants whose keys are still being removed"),
-    "keys_looked_up_total": ("maru_server_keys_looked_up_total", "counter", "Keys looked up"),
+    "keys_looked_up_total": ("maru_server_keys_looked_up_total", "counter", "Keys that lookups and pins asked for"),
+    "keys_found_total": ("maru_server_keys_found_total", "counter", "Keys of these that were found; of a pin the leading ones"),
     "keys_registered_total": ("maru_server_keys_registered_total", "counter", "Keys registered"),
     "nodes_died_total": ("maru_server_nodes_died_total", "counter", "Members whose lease ran out"),
 }

@@ -17,6 +17,11 @@ def grant_ids(places: bytes) -> set[int]:
     return ids
 
 
+def n_found(places: bytes) -> int:
+    """How many places are not NOWHERE."""
+    return int(np.count_nonzero(np.frombuffer(places, P.PLACE)["grant"]))
+
+
 class ReadableMask:
     """Which grant ids are readable, as an array: a batch of places is filtered in a few µs."""
 

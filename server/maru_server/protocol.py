@@ -42,6 +42,10 @@ MAX_REGIONS = 1 << 20  #: per device
 MAX_GRANTS_PER_CALL = 4096
 MAX_PAGE = 10_000
 UUID_BYTES = 16
+TOKEN_MAX = 1 << 63  #: fencing tokens start at 0
+GRANT_MAX = (1 << 32) - 1  #: PLACE carries them as a u32; 0 is nowhere
+LEASE_MS = (100, 3_600_000)  #: shortest and longest lease: a dead node keeps its regions from others for that long
+HEARTBEAT_MS_MIN = 10
 
 #: Where a chunk lies: grant id (0: nowhere), slab index in the region, the slab's generation (upper 56 bits of its state word).
 PLACE = np.dtype([("grant", "<u4"), ("slab", "<u4"), ("generation", "<u8")])
@@ -260,7 +264,10 @@ class Exists(msgspec.Struct, tag="exists"):
 
 
 class Pin(msgspec.Struct, tag="pin"):
-    """Keep the leading present keys from being deleted or their regions reused, for ``ttl_ms`` at most."""
+    """Keep the leading present keys from being deleted or their regions reused, for ``ttl_ms`` at most.
+
+    A server grants no more than its maximum; the reply's ``pin_ms`` says what it granted.
+    """
 
     namespace: bytes
     rank: int
@@ -269,11 +276,13 @@ class Pin(msgspec.Struct, tag="pin"):
 
 
 class Unpin(msgspec.Struct, tag="unpin"):
+    """End a pin of this node's; any other is left as it is (0 keys)."""
+
     pin: int
 
 
 class Delete(msgspec.Struct, tag="delete"):
-    """Withdraw keys. A node withdraws its own only; an observer any. Pinned keys stay."""
+    """Withdraw keys. A node withdraws its own only. Pinned keys stay."""
 
     namespace: bytes
     rank: int
@@ -358,11 +367,16 @@ class Outcomes(msgspec.Struct, tag="outcomes"):
 
 
 class Places(msgspec.Struct, tag="places"):
-    """``places``: n × 16 bytes; ``grants`` explains every grant id in them. ``pin`` is set by Pin (0: nothing pinned)."""
+    """``places``: n × 16 bytes; ``grants`` explains every grant id in them. ``pin`` is set by Pin (0: nothing pinned).
+
+    ``pin_ms``: for how long, counted from when the Pin was sent. 0: as long as asked; so says a server of before there was
+    this field, which refuses a longer time than its own.
+    """
 
     places: bytes
     grants: list[GrantInfo]
     pin: int = 0
+    pin_ms: int = 0
 
 
 class Present(msgspec.Struct, tag="present"):

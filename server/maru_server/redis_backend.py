@@ -31,7 +31,7 @@ from maru_server.cluster import Cluster
 from maru_server.cluster_state import ClusterState, Due, Observer, Settings
 from maru_server.errors import BackendUnavailable, ServerRefused
 from maru_server.lease import boottime_ns
-from maru_server.places import grant_ids
+from maru_server.places import grant_ids, n_found
 from maru_server.protocol import ErrorCode, MemberState, Outcome
 from maru_server.redis_store import Command, RedisStore
 
@@ -200,7 +200,7 @@ class RedisBackend:
 
     def _unpin_member(self, member: str) -> None:
         for pin in self._one("smembers", self._key(f"pins:{member}")):
-            self.unpin(int(pin))
+            self.unpin(member, int(pin))
 
     def heartbeat(self, member: str) -> None:
         if not self._one("eval", scripts.HEARTBEAT, 2, self._key("beats"), self._key("alive"), member):
@@ -304,8 +304,16 @@ class RedisBackend:
         return bytes(codes), b"".join(winners) if Outcome.EXISTS in codes else b""
 
     def lookup(self, table: Table, keys: Keys) -> bytes:
-        self._counts["looked_up"] += len(keys)
+        places = self._readable_places(table, keys)
+        self._count_asked(len(keys), n_found(places))
+        return places
+
+    def _readable_places(self, table: Table, keys: Keys) -> bytes:
         return self._readable.filter(b"".join(self._raw(table, keys))) if keys else b""
+
+    def _count_asked(self, n: int, found: int) -> None:
+        self._counts["looked_up"] += n
+        self._counts["found"] += found
 
     def pin(self, member: str, table: Table, keys: Keys, ttl_ms: int) -> tuple[int, bytes]:
         if not keys:
@@ -319,11 +327,12 @@ class RedisBackend:
             for i, place in zip(group, answer, strict=True):
                 found[i] = place or P.NOWHERE
         n = self._readable.leading(b"".join(found))
+        self._count_asked(len(keys), n)
         self._unpin(pin, table, [k for k, place in zip(keys[n:], found[n:], strict=True) if place != P.NOWHERE])
         if n == 0:
             return 0, b""
         self._run([
-            ("psetex", self._key(f"pin:{pin}"), ttl_ms, _encode(_Pin(table[0], table[1], b"".join(keys[:n])))),
+            ("psetex", self._key(f"pin:{member}:{pin}"), ttl_ms, _encode(_Pin(table[0], table[1], b"".join(keys[:n])))),
             ("sadd", self._key(f"pins:{member}"), pin),
             ("pexpire", self._key(f"pins:{member}"), self._settings.max_pin_ms),
         ])  # fmt: skip
@@ -335,8 +344,8 @@ class RedisBackend:
             return 0
         return sum(self._run([self._eval(scripts.UNPIN, table, d, pin, *(keys[i] for i in g)) for d, g in groups.items()]))
 
-    def unpin(self, pin: int) -> int:
-        blob = self._one("getdel", self._key(f"pin:{pin}"))
+    def unpin(self, member: str, pin: int) -> int:
+        blob = self._one("getdel", self._key(f"pin:{member}:{pin}"))
         if blob is None:
             return 0
         held = msgspec.msgpack.decode(blob, type=_Pin)
@@ -364,14 +373,14 @@ class RedisBackend:
         if not keys:
             return b""
         raw = self._raw(table, keys)
-        mine = self._cluster.writable_ids(member) if member else None
+        mine = self._cluster.writable_ids(member)
         codes = [Outcome.ABSENT] * len(keys)
         wanted = {}
         for i, (key, place) in enumerate(zip(keys, raw, strict=True)):
             grant = int.from_bytes(place[:4], "little")
             if not self._readable.has(grant):
                 continue
-            if mine is not None and grant not in mine:
+            if grant not in mine:
                 codes[i] = Outcome.NOT_OWNER
             else:
                 wanted[key] = place
@@ -408,7 +417,7 @@ class RedisBackend:
             if len(keys) > limit:
                 break
         more, keys = len(keys) > limit, keys[:limit]
-        return keys, self.lookup(table, keys), more
+        return keys, self._readable_places(table, keys), more
 
     def reset(self, namespace: bytes) -> int:
         n = 0
@@ -442,6 +451,7 @@ class RedisBackend:
             "hold": int(s.hold),
             "unswept_grants": len(s.unswept),
             "keys_looked_up_total": self._counts["looked_up"],
+            "keys_found_total": self._counts["found"],
             "keys_registered_total": self._counts["registered"],
             "nodes_died_total": self._counts["nodes_died"],
         }

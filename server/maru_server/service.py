@@ -21,6 +21,7 @@ from maru_server.cluster_state import Settings
 from maru_server.errors import BackendUnavailable, ServerRefused
 from maru_server.lease import boottime_ns
 from maru_server.metrics import RequestMetrics
+from maru_server.pin_budget import PinBudget
 from maru_server.places import grant_ids
 from maru_server.protocol import ErrorCode
 from maru_shm.layout import KEY_BYTES
@@ -65,6 +66,7 @@ class Service:
         self._backend = backend
         self._settings = settings
         self._sessions: dict[bytes, Session] = {}  #: the one silent for longest first
+        self._pins = PinBudget(settings.max_pinned_keys)
         self.instance = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._started_ns = boottime_ns()
         self.metrics = RequestMetrics(kind.__name__ for kind in get_args(P.Request))
@@ -204,7 +206,8 @@ class Service:
         return P.Ok()
 
     # --- regions -----------------------------------------------------------------------------------------------------------
-    def _add_device(self, _session: Session, m: P.AddDevice) -> P.Reply:
+    def _add_device(self, session: Session, m: P.AddDevice) -> P.Reply:
+        self._member(session)
         _check_uuid(m.device)
         _check_range("n_regions", m.n_regions, 1, P.MAX_REGIONS)
         _check_range("region_bytes", m.region_bytes, 1, 1 << 50)
@@ -227,7 +230,7 @@ class Service:
         for r in regions:
             _check_uuid(r.device)
             _check_range("region", r.index, 0, P.MAX_REGIONS)
-            _check_range("token", r.token, 0, 1 << 63)
+            _check_range("token", r.token, 0, P.TOKEN_MAX)
 
     def _free(self, session: Session, m: P.FreeRegions) -> P.Reply:
         self._check_regions(m.regions)
@@ -254,8 +257,8 @@ class Service:
             raise ServerRefused(ErrorCode.TOO_LARGE, f"{len(raw) // KEY_BYTES} keys", f"at most {P.MAX_BATCH} in a message")
         return P.split_keys(raw)
 
-    def _places(self, places: bytes, pin: int = 0) -> P.Places:
-        return P.Places(places, self._backend.infos(grant_ids(places)), pin)
+    def _places(self, places: bytes, pin: int = 0, pin_ms: int = 0) -> P.Places:
+        return P.Places(places, self._backend.infos(grant_ids(places)), pin, pin_ms)
 
     def _register(self, session: Session, m: P.Register) -> P.Reply:
         table, keys = self._table(m.namespace, m.rank), self._keys(m.keys)
@@ -287,16 +290,24 @@ class Service:
         return P.Present(bytes(int(places[i : i + 4] != P.NOWHERE[:4]) for i in range(0, len(places), P.PLACE_BYTES)))
 
     def _pin(self, session: Session, m: P.Pin) -> P.Reply:
-        _check_range("ttl_ms", m.ttl_ms, 1, self._settings.max_pin_ms)
+        if m.ttl_ms < 1:
+            raise _refuse(f"ttl_ms is {m.ttl_ms}", "at least 1")
+        ttl_ms = min(m.ttl_ms, self._settings.max_pin_ms)
         table, keys = self._table(m.namespace, m.rank), self._keys(m.keys)
-        pin, places = self._backend.pin(self._member(session), table, keys, m.ttl_ms)
-        return self._places(places, pin)
+        member = self._member(session)
+        self._pins.check(member)
+        pin, places = self._backend.pin(member, table, keys, ttl_ms)
+        if pin:
+            self._pins.add(member, pin, len(places) // P.PLACE_BYTES, ttl_ms)
+        return self._places(places, pin, ttl_ms if pin else 0)
 
-    def _unpin(self, _session: Session, m: P.Unpin) -> P.Reply:
-        return P.Ok(self._backend.unpin(m.pin))
+    def _unpin(self, session: Session, m: P.Unpin) -> P.Reply:
+        member = self._member(session)
+        self._pins.release(member, m.pin)
+        return P.Ok(self._backend.unpin(member, m.pin))
 
     def _delete(self, session: Session, m: P.Delete) -> P.Reply:
-        return P.Outcomes(self._backend.delete(session.member, self._table(m.namespace, m.rank), self._keys(m.keys)))
+        return P.Outcomes(self._backend.delete(self._member(session), self._table(m.namespace, m.rank), self._keys(m.keys)))
 
     # --- views -------------------------------------------------------------------------------------------------------------
     def _list_tables(self, _session: Session, _m: P.ListTables) -> P.Reply:

@@ -12,6 +12,7 @@ from servers import Node, ServerProcess, free_port, keys_of, until
 from maru_server import protocol as P
 from maru_server.announce import Slabs
 from maru_server.client import DirectoryClient
+from maru_server.errors import ServerRefused
 from maru_server.lease import RegionLease
 from maru_server.link_types import LinkConfig, LinkState
 from maru_server.node import NodeLink
@@ -90,6 +91,51 @@ def test_questions_are_answered_by_callback(node: LinkedNode) -> None:
     until("the answer is there", lambda: answers)
     assert isinstance(answers[0], P.Places)
     assert answers[0].grants[0].node == "n1"
+
+
+def test_what_the_server_refuses_is_counted_logged_once_and_shown_until_it_is_refused_no_more(
+    node: LinkedNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers: list[object] = []
+
+    def ask(message: P.Request) -> object:
+        n = len(answers)
+        assert node.link.submit(message, answers.append)
+        until("it is answered", lambda: len(answers) > n)
+        return answers[n]
+
+    for _ in range(3):
+        assert isinstance(ask(P.Pin(b"short", 0, keys_of(1), 100)), ServerRefused)
+    stats = node.link.stats()
+    assert (stats.state, stats.refused, stats.error_stands) == (LinkState.READY, 3, True)
+    assert stats.last_error.startswith("the metadata server refused Pin: namespace of 5 bytes")
+    assert isinstance(ask(P.Unpin(1)), P.Ok)
+    assert node.link.stats().error_stands, "another verb proves nothing"
+    assert isinstance(ask(P.Pin(node.pool.namespace, 0, keys_of(1), 100)), P.Places)
+    stats = node.link.stats()
+    assert (stats.refused, stats.error_stands) == (3, False)
+    assert "refused Pin" in stats.last_error, "still told as what was wrong"
+    assert [r.getMessage() for r in caplog.records].count(stats.last_error) == 1
+
+
+def test_a_device_that_the_server_does_not_take_is_told_for_as_long_as_the_session_lasts(node: LinkedNode) -> None:
+    node.link.add_device(node.device, 6, 1 << 20)
+    until("the refusal is known", lambda: node.link.stats().error_stands)
+    stats = node.link.stats()
+    assert stats.last_error.startswith("the metadata server refused AddDevice: ")
+    assert stats.refused == 1
+
+
+def test_a_full_pool_is_no_error(node: LinkedNode) -> None:
+    for _ in range(4):
+        node.region()
+    got: list[object] = []
+    node.link.request_regions(1, got.append, device=node.device, timeout_ms=1)
+    until("it is answered", lambda: got)
+    assert isinstance(got[0], ServerRefused)
+    stats = node.link.stats()
+    assert (stats.refused, stats.error_stands, stats.last_error) == (0, False, "")
+    assert "0 free" in stats.regions_refused
 
 
 def test_the_lease_is_renewed_without_a_break_while_the_server_answers(node: LinkedNode) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,21 @@ def test_an_empty_view_is_an_empty_list_or_a_header(memory_server: ServerProcess
     assert call(memory_server.endpoint, "nodes", "--format", "csv").output.startswith("node,incarnation,state")
 
 
+def test_top_counts_what_pins_ask_for(busy: tuple[str, bytes]) -> None:
+    endpoint, namespace = busy
+    with ThreadPoolExecutor(1) as pool:
+        top = pool.submit(call, endpoint, "top", "--interval", "1", "--count", "1", "--format", "json")
+        node, n = Node(endpoint, "reader"), 0
+        while not top.done():
+            n += 1
+            node.client.pin(namespace, 0, keys_of(8), 1000)
+        node.client.close()
+    assert n, "something was asked meanwhile"
+    row = json.loads(top.result().output)[0]
+    assert row["keys_looked_up_per_second"] > 0
+    assert row["keys_found_per_second"] == 0
+
+
 def test_top_prints_rates_line_by_line_as_csv(busy: tuple[str, bytes]) -> None:
     endpoint, _ = busy
     lines = call(endpoint, "top", "--interval", "0.1", "--count", "2", "--format", "csv").output.splitlines()
@@ -151,6 +167,9 @@ def test_a_state_file_with_an_absurd_epoch_is_named(tmp_path: Path) -> None:
         ("--listen", "nonsense"),
         ("--token-file", "/nonexistent/token"),
         ("--lease-ms", "many"),
+        ("--max-pin-ms", "2999"),
+        ("--max-pinned-keys", "0"),
+        ("--lease-ms", "3600001"),
         ("--backend", "postgres://db"),
         ("--state-dir", "/proc/none"),
     ],

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
-from servers import Node, ServerProcess, keys_of, until
+from servers import FAST, Node, ServerProcess, keys_of, until
 
 from maru_server.client import DirectoryClient, places_of
 from maru_server.errors import ServerRefused
@@ -145,10 +145,29 @@ def test_stats_count_what_there_is_and_what_was_asked(a: Node) -> None:
     assert {n: rise(n) for n in ("keys", "tables", "devices", "keys_registered_total")} == {
         "keys": 5, "tables": 1, "devices": 1, "keys_registered_total": 5,
     }  # fmt: skip
-    assert rise("keys_looked_up_total") == 5
+    assert rise("keys_looked_up_total") == rise("keys_found_total") == 5
     assert rise("ops.Register.requests") == rise("ops.Lookup.requests") == 1
     assert after["nodes"] >= 1
     assert a.client.epoch == after["epoch"]
+
+
+def test_keys_asked_for_and_found_are_counted_whichever_verb_asks(a: Node, namespace: bytes) -> None:
+    [grant] = a.alloc(device=a.device())
+    keys = keys_of(6)
+    a.register(namespace, keys[: 3 * 16] + keys[4 * 16 :], grant)  # the fourth is absent
+
+    def counted(ask: Callable[[], object]) -> tuple[float, float]:
+        before = a.client.stats()
+        ask()
+        after = a.client.stats()
+        asked, found = (float(after[name]) - float(before[name]) for name in ("keys_looked_up_total", "keys_found_total"))
+        return asked, found
+
+    assert counted(lambda: a.client.lookup(namespace, 0, keys)) == (6, 5)
+    assert counted(lambda: a.client.exists(namespace, 0, keys)) == (6, 5)
+    assert counted(lambda: a.client.pin(namespace, 0, keys, 1000)) == (6, 3)
+    assert counted(lambda: a.client.pin(namespace, 0, keys[3 * 16 :], 1000)) == (3, 0)
+    assert counted(lambda: a.client.page(namespace, 0)) == (0, 0), "a listing asks for nothing"
 
 
 def test_an_empty_batch_is_answered(a: Node, namespace: bytes) -> None:
@@ -196,7 +215,37 @@ def test_a_pin_ends_by_itself(a: Node, namespace: bytes) -> None:
     until("the pin ends", deleted)
 
 
-def test_a_node_deletes_only_its_own_keys_and_an_observer_any(
+def test_a_pin_longer_than_the_servers_maximum_is_granted_for_the_maximum(a: Node, namespace: bytes) -> None:
+    [grant] = a.alloc(device=a.device())
+    key = keys_of(1)
+    a.register(namespace, key, grant)
+    assert a.client.pin(namespace, 0, key, FAST.max_pin_ms + 1).pin_ms == FAST.max_pin_ms
+    assert a.client.pin(namespace, 0, key, 1 << 60).pin_ms == FAST.max_pin_ms
+    assert a.client.pin(namespace, 0, key, 1500).pin_ms == 1500
+    assert a.client.pin(namespace, 0, keys_of(1), 1500).pin_ms == 0, "nothing was pinned"
+
+    def deleted() -> bool:
+        a.client.heartbeat()
+        return a.client.delete(namespace, 0, key) == [Outcome.DELETED]
+
+    until("the pins end", deleted)
+
+
+def test_a_pin_is_ended_by_nobody_but_who_holds_it(server: ServerProcess, a: Node, b: Node, namespace: bytes) -> None:
+    [grant] = a.alloc(device=a.device())
+    key = keys_of(1)
+    a.register(namespace, key, grant)
+    pin = b.client.pin(namespace, 0, key, 3000).pin
+    assert a.client.unpin(pin) == 0
+    with DirectoryClient(server.endpoint) as observer, pytest.raises(ServerRefused) as error:
+        observer.unpin(pin)
+    assert refusal(error) is ErrorCode.NOT_A_NODE
+    assert a.client.delete(namespace, 0, key) == [Outcome.PINNED]
+    assert b.client.unpin(pin) == 1
+    assert a.client.delete(namespace, 0, key) == [Outcome.DELETED]
+
+
+def test_a_node_deletes_only_its_own_keys_and_an_observer_none_but_by_a_reset(
     server: ServerProcess, a: Node, b: Node, namespace: bytes
 ) -> None:
     [grant] = a.alloc(device=a.device())
@@ -204,7 +253,11 @@ def test_a_node_deletes_only_its_own_keys_and_an_observer_any(
     a.register(namespace, keys, grant)
     assert b.client.delete(namespace, 0, keys) == [Outcome.NOT_OWNER]
     with DirectoryClient(server.endpoint) as observer:
-        assert observer.delete(namespace, 0, keys) == [Outcome.DELETED]
+        with pytest.raises(ServerRefused) as error:
+            observer.delete(namespace, 0, keys)
+        assert refusal(error) is ErrorCode.NOT_A_NODE
+        assert a.client.exists(namespace, 0, keys) == [True]
+        assert observer.reset(namespace) == 1
 
 
 # --- regions ----------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from servers import Node, ServerProcess, keys_of
+from servers import Node, ServerProcess, keys_of, server_process, until
 
 from maru_server import protocol as P
 from maru_server.client import DirectoryClient
@@ -18,6 +18,7 @@ from maru_server.cluster_state import Settings
 from maru_server.connection import Connection
 from maru_server.errors import BackendUnavailable, ServerRefused, ServerUnavailable
 from maru_server.memory import MemoryBackend
+from maru_server.pin_budget import PinBudget
 from maru_server.protocol import ErrorCode
 from maru_server.server import Server
 from maru_server.service import Service
@@ -130,7 +131,6 @@ def test_too_many_keys_are_refused_by_name(memory_server: ServerProcess) -> None
         P.AllocRegions("op", P.MAX_GRANTS_PER_CALL + 1),
         P.Register(bytes(16), 0, bytes(32), bytes(16)),
         P.Pin(bytes(16), 0, bytes(16), 0),
-        P.Pin(bytes(16), 0, bytes(16), 1 << 40),
         P.Reset(b"abc"),
         P.Hello(1, 1, "test", node="a#b"),
         P.Hello(1, 1, "test", node="a", incarnation=-1),
@@ -152,11 +152,57 @@ def test_an_observer_cannot_act_as_a_node(memory_server: ServerProcess) -> None:
             client.heartbeat,
             client.leave,
             lambda: client.alloc("op"),
+            lambda: client.add_device(bytes(16), 4, 4096),
             lambda: client.pin(bytes(16), 0, bytes(16), 10),
+            lambda: client.unpin(1),
+            lambda: client.delete(bytes(16), 0, bytes(16)),
         ):
             with pytest.raises(ServerRefused) as error:
                 act()
             assert error.value.code is ErrorCode.NOT_A_NODE
+
+
+def test_a_node_pins_no_more_keys_than_its_share_until_some_are_let_go() -> None:
+    with server_process(extra=("--max-pinned-keys", "100")) as server:
+        a, b = Node(server.endpoint, "a"), Node(server.endpoint, "b")
+        [grant] = a.alloc(device=a.device(), others=(b,))
+        namespace, keys = os.urandom(16), keys_of(50)
+        a.register(namespace, keys, grant)
+        first = a.client.pin(namespace, 0, keys, 3000).pin
+        a.client.pin(namespace, 0, keys, 1500)
+        with pytest.raises(ServerRefused, match="a#1 has pinned 100 keys already") as error:
+            a.client.pin(namespace, 0, keys, 3000)
+        assert error.value.code is ErrorCode.LIMIT
+        assert b.client.unpin(first) == 0
+        with pytest.raises(ServerRefused):
+            a.client.pin(namespace, 0, keys, 3000)
+        assert len(b.client.pin(namespace, 0, keys, 3000)) == 50, "another node has its own share"
+        a.client.unpin(first)
+        assert len(a.client.pin(namespace, 0, keys, 3000)) == 50
+
+        def pinned() -> bool:
+            a.client.heartbeat()
+            try:
+                return a.client.pin(namespace, 0, keys, 3000).pin > 0
+            except ServerRefused:
+                return False
+
+        until("a pin has ended by itself", pinned)
+        a.client.close()
+        b.client.close()
+
+
+def test_many_pins_of_one_key_count_as_more_than_their_keys() -> None:
+    budget = PinBudget(1000)
+    for pin in range(112):
+        budget.check("n")
+        budget.add("n", pin, 1, 60_000)
+    with pytest.raises(ServerRefused):
+        budget.check("n")
+    for pin in range(112):
+        budget.release("n", pin)
+        budget.release("n", pin)
+    budget.check("n")
 
 
 def test_a_replayed_allocation_grants_nothing_new_and_a_replayed_free_frees_nothing(memory_server: ServerProcess) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from maru_server.cluster_state import PIN_FLOOR_MS
 from maru_shm import poolformat as F
 from maru_shm.errors import ConfigError, PlatformUnsupported, PoolBusy, PoolError, PoolFull, PoolTooLarge, RegionNotHeld
 from maru_sidecar import pool_admin
@@ -22,6 +23,7 @@ from maru_sidecar.directory import Directory
 from maru_sidecar.pool import PoolFile
 from maru_sidecar.pool_spec import PoolSpec
 from maru_sidecar.sharing import owner
+from maru_sidecar.sharing.lookups import LEASE_FLOOR_NS
 from maru_sidecar.sharing.node import Node
 from maru_sidecar.sharing.rights import GrantedRegions
 from maru_sidecar.slab_handles import Presence, Reservation
@@ -337,6 +339,21 @@ def test_a_shared_pool_and_a_server_are_configured_together() -> None:
     both = load_config(environ={}, flags={"pool.shared": "true", "server.endpoint": "tcp://127.0.0.1:7420"})
     assert both.pool.shared
     assert both.server.endpoint == "tcp://127.0.0.1:7420"
+
+
+def test_the_shortest_pin_leaves_a_lease_that_an_engine_builds_upon() -> None:
+    longest_wait_ms = 1000
+    load_config(environ={}, flags={"server.lookup_wait_ms": str(longest_wait_ms)})
+    with pytest.raises(ConfigError):
+        load_config(environ={}, flags={"server.lookup_wait_ms": str(longest_wait_ms + 1)})
+    assert longest_wait_ms + LEASE_FLOOR_NS / 1e6 <= PIN_FLOOR_MS
+
+
+def test_no_engine_is_told_of_a_lease_that_its_connector_would_not_build_upon() -> None:
+    pytest.importorskip("vllm")
+    from maru_connector.lookups import LEASE_MARGIN_NS
+
+    assert LEASE_FLOOR_NS >= LEASE_MARGIN_NS
 
 
 def test_nothing_of_the_server_is_imported_unless_it_is_configured() -> None:

@@ -5,9 +5,13 @@ is queued before its slab is written again and before whatever is stored in it i
 the time between costs them a miss at most.
 
 A key that another node published first is tried again every minute as long as we hold it: the other may have dropped it since.
+So is one that the server refused to take, with an error or because it is full.
 
 A key may be *stuck* at the server on an old place of ours: withdrawn while another node had it pinned. It is withdrawn again
 until that is over, then published where it lies now, if it does.
+
+Answers have one outcome per key, and places for all keys or none: the link has checked it (``maru_server.answers``). One that
+does not ends its session, and what it answered is told again in the next.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import numpy as np
 
 from maru_server import protocol as P
 from maru_server.announce import BATCH, Slabs
+from maru_server.errors import ServerRefused
 from maru_server.lease import RegionLease
 from maru_server.node import NodeLink
 from maru_shm.errors import MaruError
@@ -32,7 +37,7 @@ from maru_sidecar.directory import Directory
 log = logging.getLogger(__name__)
 
 _STUCK_RETRY_S = 1.0
-_ELSEWHERE_RETRY_S = 60.0
+_PUBLISH_RETRY_S = 60.0
 _RETRIED_MAX = 65_536  #: keys remembered of either kind; one forgotten is a miss for others until the next full announcement
 
 
@@ -65,7 +70,7 @@ class Announcer:
         self._wake = wake
         self._events: deque[_Committed | _Removed] = deque()
         self._stuck: dict[_Removed, float] = {}  #: due times; changed by the link's thread and the main thread, a key at a time
-        self._elsewhere: dict[_Removed, float] = {}  #: due times of keys published by another node first; as above
+        self._untaken: dict[_Removed, float] = {}  #: due times of keys another node published first, or refused; as above
         self.counts = AnnounceCounts()
 
     # --- under the directory's lock ------------------------------------------------------------
@@ -108,10 +113,10 @@ class Announcer:
             link.publish(lease, slabs, self._published(link, slabs))
 
     def retry(self, link: NodeLink, directory: Directory) -> None:
-        """Withdraw stuck keys again, publish what another node had first."""
+        """Withdraw stuck keys again, publish what another node had first or the server did not take."""
         now = time.monotonic()
-        for event in [e for e, due in list(self._elsewhere.items()) if due <= now]:
-            self._elsewhere.pop(event, None)
+        for event in [e for e, due in list(self._untaken.items()) if due <= now]:
+            self._untaken.pop(event, None)
             if (place := directory.shared.place_of(event.namespace, event.key, event.rank)) is not None:
                 self._note(_Committed(*event, *place))
         for event in [e for e, due in list(self._stuck.items()) if due <= now]:
@@ -136,7 +141,12 @@ class Announcer:
 
     def _published(self, link: NodeLink, slabs: Slabs) -> Callable[[P.Reply | MaruError], None]:
         def answered(reply: P.Reply | MaruError) -> None:
-            if not isinstance(reply, P.Outcomes) or not reply.places:
+            if isinstance(reply, ServerRefused):
+                self._publish_again(slabs, [True] * (len(slabs.keys) // KEY_BYTES))
+            if not isinstance(reply, P.Outcomes):
+                return
+            self._publish_again(slabs, [code == P.Outcome.FULL for code in reply.codes])
+            if not reply.places:
                 return
             ours = {lease.grant for lease in link.regions}
             winners = np.frombuffer(reply.places, P.PLACE)["grant"].tolist()
@@ -144,10 +154,12 @@ class Announcer:
             stuck = [e and winner in ours for e, winner in zip(exists, winners, strict=True)]
             self.counts.elsewhere += sum(exists) - sum(stuck)
             self._keep(slabs.namespace, slabs.rank, slabs.keys, stuck)
-            others = [e and not s for e, s in zip(exists, stuck, strict=True)]
-            _remember(self._elsewhere, slabs.namespace, slabs.rank, slabs.keys, others, after_s=_ELSEWHERE_RETRY_S)
+            self._publish_again(slabs, [e and not s for e, s in zip(exists, stuck, strict=True)])
 
         return answered
+
+    def _publish_again(self, slabs: Slabs, flags: Iterable[bool]) -> None:
+        _remember(self._untaken, slabs.namespace, slabs.rank, slabs.keys, flags, after_s=_PUBLISH_RETRY_S)
 
     def _keep(self, namespace: bytes, rank: int, keys: bytes, stuck: Iterable[bool]) -> None:
         _remember(self._stuck, namespace, rank, keys, stuck, after_s=_STUCK_RETRY_S)

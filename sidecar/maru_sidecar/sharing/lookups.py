@@ -4,11 +4,16 @@ Nobody waits. The ticket stays ACCEPTED, the main thread goes on, and the server
 ``wait_s`` at the latest the lookup is answered with what is here. One message per rank both finds and pins (``Pin`` stops at
 the first key that is absent).
 
+A pin lasts as long as the server granted it, which may be shorter than asked. What cannot be used is a miss, counted by its
+reason: the server was too slow, it answered with an error or with what is no answer (the link checks that, before it is seen
+here), or the pins it grants are too short to build a lease upon.
+
 Used by the main thread alone, but for the callbacks of the server's link.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +28,12 @@ from maru_sidecar.directory import Directory
 from maru_sidecar.sharing.foreign import Asker, Beyond, ForeignLease, ForeignLeases, Place
 from maru_sidecar.slab_reader import SlabReader
 
+log = logging.getLogger(__name__)
+
+#: A lease with less left than this is told to nobody: the connector does not build upon it (``LEASE_MARGIN_NS`` there), and
+#: would ask for the same again.
+LEASE_FLOOR_NS = 2_000_000_000
+
 
 class Server(Protocol):
     """What is asked of ``maru_server.node.NodeLink``."""
@@ -36,9 +47,11 @@ class _Question:
     keys: bytes
     answer: Callable[[Beyond], None]
     give_up_ns: int
-    pinned_until_ns: int
+    asked_ns: int
+    pinned_until_ns: int  #: by the shortest pin granted so far
     left: int
     replies: dict[int, P.Places] = field(default_factory=dict)
+    refused: bool = False
     over: bool = False
 
 
@@ -47,11 +60,13 @@ class LookupCounts:
     asked: int = 0  #: lookups that went to the server
     chunks: int = 0  #: chunks they found there
     late: int = 0  #: answered without the server, which was too slow
+    refused: int = 0  #: that the server answered with an error or wrongly, or whose session ended
+    short: int = 0  #: whose pins were granted for too short a time
     stale: int = 0  #: chunks the server knew and that were no longer in their slab
 
 
 class PeerLookups:
-    """``wait_s``: bound for the server's answer. ``pin_ttl_s``: for how long chunks of others are pinned there."""
+    """``wait_s``: bound for the server's answer. ``pin_ttl_s``: for how long chunks of others are pinned there, at most."""
 
     def __init__(
         self,
@@ -76,6 +91,7 @@ class PeerLookups:
         self._open: list[_Question] = []  #: oldest first, so the first one's time is up first
         self.leases = ForeignLeases(self._end)
         self.counts = LookupCounts()
+        self.too_short = ""  #: why the last hit of the server was of no use, empty if it was of use; any thread reads it
 
     @property
     def next_deadline_ns(self) -> int | None:
@@ -86,7 +102,7 @@ class PeerLookups:
         """Ask for ``keys``, the ones beyond the local hit; ``answer`` is called once, by the main thread. False: no server."""
         now = time.monotonic_ns()
         keys = keys[: P.MAX_BATCH * KEY_BYTES]
-        q = _Question(asker, keys, answer, now + self._wait_ns, now + self._pin_ms * 1_000_000, asker.world)
+        q = _Question(asker, keys, answer, now + self._wait_ns, now, now + self._pin_ms * 1_000_000, asker.world)
         asked = 0
         for rank in range(asker.world):
             if self._server.submit(P.Pin(asker.namespace, rank, keys, self._pin_ms), self._callback(q, rank)):
@@ -110,6 +126,10 @@ class PeerLookups:
                 self._unpin([reply.pin])
                 return
             q.replies[rank] = reply
+            if reply.pin_ms:
+                q.pinned_until_ns = min(q.pinned_until_ns, q.asked_ns + reply.pin_ms * 1_000_000)
+        else:  # the link counts, logs and tells why
+            q.refused = True
         q.left -= 1
         if not q.over and q.left == 0:
             self._open.remove(q)
@@ -131,14 +151,38 @@ class PeerLookups:
     # --- answers ------------------------------------------------------------------------------------------------------------
     def _answer(self, q: _Question) -> None:
         q.over = True
+        self.counts.refused += q.refused
         lease = ForeignLease(q.pinned_until_ns, pins=[reply.pin for reply in q.replies.values() if reply.pin])
-        beyond = self._combine(q, lease)
-        if beyond.n:
-            self.leases.add(q.asker.session, q.asker.ticket, lease)
-        else:
+        if lease.pins and not self._long_enough(q):
             self._end(lease)
-        self.counts.chunks += len(lease.places) // q.asker.world
-        q.answer(beyond)
+            q.answer(Beyond())
+            return
+        beyond = Beyond()
+        try:
+            beyond = self._combine(q, lease)
+        finally:  # whatever goes wrong, the ticket is answered and nothing stays leased for nobody
+            if beyond.n:
+                self.leases.add(q.asker.session, q.asker.ticket, lease)
+                self.counts.chunks += len(lease.places) // q.asker.world
+            else:
+                self._end(lease)
+            q.answer(beyond)
+
+    def _long_enough(self, q: _Question) -> bool:
+        """Whether a lease can be built upon the pins granted; says so once if not."""
+        if q.pinned_until_ns - time.monotonic_ns() >= LEASE_FLOOR_NS:
+            self.too_short = ""
+            return True
+        self.counts.short += 1
+        granted_s = (q.pinned_until_ns - q.asked_ns) / 1e9
+        self.too_short = (
+            f"chunks of other nodes are not used: they are pinned for {granted_s:g} s, and a lease is to last at least"
+            f" {LEASE_FLOOR_NS / 1e9:g} s more when the server has answered; raise server.pin_ttl_s and the server's"
+            " --max-pin-ms"
+        )
+        if self.counts.short == 1:
+            log.warning("%s", self.too_short)
+        return False
 
     def _combine(self, q: _Question, lease: ForeignLease) -> Beyond:
         """Walk along the prefix: chunks of other nodes as the server placed them, chunks of ours by leases of our own."""
