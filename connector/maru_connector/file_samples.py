@@ -20,9 +20,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 BLOCK = 4096  #: bytes per sample
-MANY_TENSORS = (
-    16384  #: of one model; from here on one sample per tensor instead of three: large mixtures of experts have 90 000
-)
+#: tensors of one model from which on there is one sample per tensor instead of three: large mixtures of experts have 90 000
+MANY_TENSORS = 16384
 TENSOR_SPACING = 16 << 20  #: bytes between samples of a large tensor: experts may be packed into one
 SPACING = 1 << 20  #: bytes between samples of a file without a header
 MIN_BLOCKS = 4096  #: samples of such a file, where it is long enough

@@ -26,7 +26,6 @@ logger = get_logger("maru_connector")
 
 MAX_UNANSWERED = 4  #: lookups without an answer; beyond, the sidecar is taken for stalled and everything misses at once
 EARLY_LOOKUPS = 64  #: lookups posted at arrival; a longer queue looks up when its turn comes, before its lease runs out
-LEASE_MARGIN_NS = 2_000_000_000  #: a lease about to end is not built upon
 RENEWALS = 3  #: lookups a request makes anew because its lease was about to end; then it misses
 
 
@@ -104,7 +103,7 @@ class Lookups:
             self.drop(state)
             state.known_hits = -1
             return self._while_attaching()
-        if lookup.hits and lookup.deadline - time.monotonic_ns() < LEASE_MARGIN_NS:
+        if lookup.hits and lookup.deadline - time.monotonic_ns() < L.LEASE_MARGIN_NS:
             return self._about_to_end(state)
         return lookup
 

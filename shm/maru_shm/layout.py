@@ -170,6 +170,8 @@ REPLY = struct.Struct("<IIQQQQQII")
 REPLY_OFFSET = 144
 
 KEY_BYTES = 16
+#: An engine does not build upon a lease with less left than this (CLOCK_MONOTONIC ns), and a sidecar tells of none.
+LEASE_MARGIN_NS = 2_000_000_000
 BLOCK_ID_BYTES = 4
 #: block id that says "this block is already there": nothing is copied for it
 SKIP_BLOCK = -1

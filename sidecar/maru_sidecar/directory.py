@@ -84,7 +84,8 @@ class Directory:
             for slab, header in found.slabs:
                 ns = self._held.namespace(header.namespace, header.world)
                 chunk = self._held.index(ns, header, slab, used=now - max(0, wall - header.created_ns))
-                self._held.restore_pins(chunk, max(chunk.admin_pins, header.pins))  # of any rank: they are stored one by one
+                if header.pins > chunk.admin_pins:  # of any rank: they are stored one by one
+                    self._held.restore_pins(chunk, header.pins)
                 self._held.account(ns, slab)
                 owners.setdefault(self._regions.region_of(slab).index, []).append((slab, chunk))
             for region in self._regions.regions():

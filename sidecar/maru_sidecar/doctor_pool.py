@@ -13,7 +13,7 @@ from maru_sidecar.output import human_bytes
 from maru_sidecar.pool_checks import check_usable
 from maru_sidecar.pool_create import plan
 from maru_sidecar.pool_header import is_blank, medium_bytes, read_header
-from maru_sidecar.pool_lock import lock_path
+from maru_sidecar.pool_lock import flock_holders, lock_path
 from maru_sidecar.pool_path import open_existing, refuse_among_devices
 
 
@@ -131,10 +131,7 @@ def pool_bytes(host: Host) -> int:
 def _is_locked(path: str) -> bool:
     """Whether a process holds the lock of the pool at ``path``, by the kernel's list: taking it would keep a sidecar out."""
     try:
-        info = os.stat(lock_path(path))
-        wanted = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
-        with open("/proc/locks", encoding="ascii") as locks:
-            return any(fields[1:2] == ["FLOCK"] and wanted in fields for fields in map(str.split, locks))
+        return bool(flock_holders(os.stat(lock_path(path))))
     except OSError:
         return False
 

@@ -197,9 +197,8 @@ def _open(at: str, pool: str, mode: int) -> tuple[int, bool]:
     return fd, False
 
 
-def _holders(fd: int) -> tuple[str, bool]:
-    """Who holds the flock, as ``/proc/locks`` tells it, and whether that is more than one (a shared pool has many)."""
-    info = os.fstat(fd)
+def flock_holders(info: os.stat_result) -> set[int]:
+    """Pids of those who hold a flock on a file, by the kernel's list; 0 for one whose pid is not visible from here."""
     wanted = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
     pids = set()
     with open("/proc/locks", encoding="ascii") as locks:
@@ -207,6 +206,12 @@ def _holders(fd: int) -> tuple[str, bool]:
             fields = line.split()
             if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == wanted:
                 pids.add(max(0, int(fields[4])))
+    return pids
+
+
+def _holders(fd: int) -> tuple[str, bool]:
+    """Who holds the flock, as ``/proc/locks`` tells it, and whether that is more than one (a shared pool has many)."""
+    pids = flock_holders(os.fstat(fd))
     seen = [str(pid) for pid in sorted(pids) if pid]
     if not seen:
         return "another process (its pid is not visible from here)", False

@@ -28,10 +28,6 @@ class SharedRegions:
         """Whether a region is ours: its chunks are in this index or nowhere."""
         return self._regions.has(index)
 
-    def owns(self, slab: int) -> bool:
-        """Whether a slab, named by the offset of its header, lies in a region of ours."""
-        return self._regions.has(slab // self._regions.region_bytes)
-
     def stride_of(self, index: int) -> int:
         """Bytes from slab to slab in a region of ours; 0 before its first slab."""
         return self._regions.stride_of(index)

@@ -41,8 +41,7 @@ def temporary_pool(regions: int, region_size: int = MiB) -> Iterator[PoolFile]:
         yield pool
     finally:
         pool.close(clean=False)
-        for left in (pool.spec.file_path, f"{pool.spec.file_path}.lock"):
-            Path(left).unlink(missing_ok=True)
+        Path(pool.spec.file_path).unlink(missing_ok=True)
 
 
 def reopen(pool: PoolFile) -> PoolFile:

@@ -535,6 +535,22 @@ def test_a_load_waits_for_the_last_step_that_wrote_its_blocks_and_no_other(cold:
     assert job.fence == wrote
 
 
+def test_a_load_waits_for_the_last_writer_of_blocks_that_its_end_did_not_name(cold: World) -> None:
+    writer = request(60, "w")
+    cold.half.on_new_request(writer)
+    start(cold, writer, [1, 2, 3, 4], 60)
+    wrote = cold.half._step
+    cold.half.request_finished(writer, [1, 2])  # vLLM names the blocks of computed tokens
+    cold.step()
+    cold.hits = 100
+    hit = request(100, "h", seed=2)
+    cold.half.on_new_request(hit)
+    assert cold.ask(hit)[0] == 64
+    cold.half.update_state_after_alloc(hit, Blocks([3, 4, 9, 10, 11]), 64)
+    (job,) = cold.step().loads
+    assert job.fence == wrote
+
+
 def test_after_a_reset_nothing_stored_before_is_asked_for(world: World) -> None:
     one = request(200)
     world.half.on_new_request(one)

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from click.testing import CliRunner
+from tests.support.switched_lease import SwitchedLease
 
 from maru_server.cluster_state import PIN_FLOOR_MS
 from maru_shm import poolformat as F
 from maru_shm.errors import ConfigError, PlatformUnsupported, PoolBusy, PoolError, PoolFull, PoolTooLarge, RegionNotHeld
+from maru_shm.layout import LEASE_MARGIN_NS
 from maru_sidecar import pool_admin
 from maru_sidecar.cli import cli
 from maru_sidecar.config import Config, Server, load_config
@@ -23,7 +25,6 @@ from maru_sidecar.directory import Directory
 from maru_sidecar.pool import PoolFile
 from maru_sidecar.pool_spec import PoolSpec
 from maru_sidecar.sharing import owner
-from maru_sidecar.sharing.lookups import LEASE_FLOOR_NS
 from maru_sidecar.sharing.node import Node
 from maru_sidecar.sharing.rights import GrantedRegions
 from maru_sidecar.slab_handles import Presence, Reservation
@@ -32,23 +33,6 @@ from maru_sidecar.slab_reader import SlabReader
 SIZE, REGION = 4 << 20, 1 << 20
 NAMESPACE, KEY, ROOT = b"n" * 16, b"k" * 16, b"r" * 16
 NBYTES = 8192
-
-
-class Lease:
-    """A lease that a test ends."""
-
-    def __init__(self) -> None:
-        self.revoked = False
-        self.token = 1
-        self.held = True
-
-    def writable(self, need_ms: int = 0) -> bool:
-        del need_ms
-        return self.held and not self.revoked
-
-    def check(self, need_ms: int = 0) -> None:
-        if not self.writable(need_ms):
-            raise RegionNotHeld("the lease is over", "")
 
 
 @pytest.fixture
@@ -185,7 +169,7 @@ def test_without_a_granted_region_nothing_is_stored(pool: PoolFile) -> None:
 def test_only_granted_regions_are_written(path: str, pool: PoolFile) -> None:
     rights = GrantedRegions(0)
     directory = Directory(pool, rights=rights, mine=())
-    rights.add(2, Lease())
+    rights.add(2, SwitchedLease())
     assert directory.shared.add(2)
     before = Path(path).read_bytes()
     reservation = reserve(directory)
@@ -216,14 +200,14 @@ class Growing:
 def test_a_store_waits_for_a_region_that_is_on_its_way_rather_than_evict(pool: PoolFile) -> None:
     rights, events = GrantedRegions(0), Growing()
     directory = Directory(pool, rights=rights, mine=(), events=events)
-    rights.add(1, Lease())
+    rights.add(1, SwitchedLease())
     directory.shared.add(1)
     stored = 0
     while not isinstance(got := take(directory, stored), Presence):
         got.commit(None)
         stored += 1
     assert got is Presence.PENDING
-    rights.add(2, Lease())
+    rights.add(2, SwitchedLease())
     directory.shared.add(2)
     reserve(directory, stored.to_bytes(16, "big")).commit(None)
     assert all(directory.lookup(NAMESPACE, i.to_bytes(16, "big"), world=1) for i in range(stored + 1)), "none was evicted"
@@ -239,7 +223,7 @@ def take(directory: Directory, number: int) -> Reservation | Presence:
 
 
 def test_a_slab_whose_region_was_lost_before_the_commit_is_never_published(pool: PoolFile) -> None:
-    rights, lease = GrantedRegions(0), Lease()
+    rights, lease = GrantedRegions(0), SwitchedLease()
     rights.add(1, lease)
     directory = Directory(pool, rights=rights, mine=())
     directory.shared.add(1)
@@ -253,7 +237,7 @@ def test_a_slab_whose_region_was_lost_before_the_commit_is_never_published(pool:
 
 
 def test_a_lost_region_takes_its_chunks_along_and_is_not_written(pool: PoolFile) -> None:
-    rights, lease = GrantedRegions(0), Lease()
+    rights, lease = GrantedRegions(0), SwitchedLease()
     rights.add(1, lease)
     directory = Directory(pool, rights=rights, mine=())
     directory.shared.add(1)
@@ -268,7 +252,7 @@ def test_a_lost_region_takes_its_chunks_along_and_is_not_written(pool: PoolFile)
 
 def test_a_region_granted_again_starts_empty_with_higher_generations(pool: PoolFile) -> None:
     rights = GrantedRegions(0)
-    rights.add(1, Lease())
+    rights.add(1, SwitchedLease())
     first = Directory(pool, rights=rights, mine=())
     first.shared.add(1)
     reserve(first).commit(None)
@@ -285,7 +269,7 @@ def test_a_region_granted_again_starts_empty_with_higher_generations(pool: PoolF
 
 
 def test_a_restarted_node_finds_its_regions_and_reads_them_before_it_may_write(pool: PoolFile) -> None:
-    rights, lease = GrantedRegions(0), Lease()
+    rights, lease = GrantedRegions(0), SwitchedLease()
     rights.add(3, lease)
     directory = Directory(pool, rights=rights, mine=())
     directory.shared.add(3)
@@ -309,7 +293,7 @@ def test_a_restarted_node_finds_its_regions_and_reads_them_before_it_may_write(p
 
 def test_a_reader_takes_no_slab_for_another(pool: PoolFile) -> None:
     rights = GrantedRegions(0)
-    rights.add(1, Lease())
+    rights.add(1, SwitchedLease())
     directory = Directory(pool, rights=rights, mine=())
     directory.shared.add(1)
     reserve(directory).commit(None)
@@ -346,14 +330,7 @@ def test_the_shortest_pin_leaves_a_lease_that_an_engine_builds_upon() -> None:
     load_config(environ={}, flags={"server.lookup_wait_ms": str(longest_wait_ms)})
     with pytest.raises(ConfigError):
         load_config(environ={}, flags={"server.lookup_wait_ms": str(longest_wait_ms + 1)})
-    assert longest_wait_ms + LEASE_FLOOR_NS / 1e6 <= PIN_FLOOR_MS
-
-
-def test_no_engine_is_told_of_a_lease_that_its_connector_would_not_build_upon() -> None:
-    pytest.importorskip("vllm")
-    from maru_connector.lookups import LEASE_MARGIN_NS
-
-    assert LEASE_FLOOR_NS >= LEASE_MARGIN_NS
+    assert longest_wait_ms + LEASE_MARGIN_NS / 1e6 <= PIN_FLOOR_MS
 
 
 def test_nothing_of_the_server_is_imported_unless_it_is_configured() -> None:

@@ -18,18 +18,15 @@ from maru_server import protocol as P
 from maru_server.errors import ServerRefused
 from maru_server.lease import RegionLease
 from maru_server.node import NodeLink
-from maru_shm.errors import MaruError, ProtocolViolation
+from maru_shm.errors import MaruError
 from maru_sidecar.pool import PoolFile
-from maru_sidecar.sharing.rights import GrantedRegions, Lease
+from maru_sidecar.sharing.rights import GrantedRegions
 
 log = logging.getLogger(__name__)
 
 #: A server that knows the pool otherwise, or grants what is no region of it, is asked again after this long: somebody has to
 #: mend it first.
 RECHECK_S = 2.0
-
-_TOKEN_MAX = 1 << 63  #: as the server checks it in claims; the owner record's field is a u64
-_GRANT_MAX = (1 << 32) - 1  #: ``protocol.PLACE`` carries it as a u32; 0 is "nowhere"
 
 
 class Grants:
@@ -80,18 +77,9 @@ class Grants:
             answered = partial(self._granted, none)
             self._link.request_regions(1, answered, device=self._pool.uuid, slab_bytes=stride)
 
-    def recordable(self, lease: Lease) -> bool:
-        """Whether a region's token, as confirmed just now, is one; the region is given back otherwise."""
-        try:
-            _check_token(lease)
-        except ProtocolViolation as e:
-            self._refuse([held for held in self._link.regions if held is lease], str(e))
-            return False
-        return True
-
     # --- the link's thread ----------------------------------------------------------------------------------------------------
     def _granted(self, none: Callable[[], None], result: list[RegionLease] | MaruError) -> None:
-        """Raises :class:`ProtocolViolation` for an answer that is none: the link starts over."""
+        """One region at most: the link has compared the answer with the question."""
         if isinstance(result, MaruError):
             self.refusal = str(result)
             self.asking = False
@@ -101,11 +89,6 @@ class Grants:
             none()
             self.asking = False
             return
-        try:
-            _check(result)
-        except ProtocolViolation as e:
-            self._refuse(result, str(e))
-            raise
         if why := self._unusable(result[0]):
             self._refuse(result, why)
             result = []
@@ -130,7 +113,7 @@ class Grants:
         held = dict(self._rights.items())
         for lease in leases:
             if lease.device == self._pool.uuid and (ours := held.get(lease.region)) is not None:
-                ours.revoked = True  # the link knows the new lease only, and would never tell that this one is over
+                ours.revoked = True  # what is given back below is this region
         self.refused += len(leases)
         if not self._bad:
             log.warning("%s; nothing was done with it", why)
@@ -167,21 +150,3 @@ class Grants:
         for lease in leases:
             self._link.free_region(lease)
         self.asking = False
-
-
-def _check(leases: list[RegionLease]) -> None:
-    """Raise :class:`ProtocolViolation` for an answer that no server of this protocol gives to a question for one region."""
-    if len(leases) > 1:
-        raise ProtocolViolation(f"metadata server granted {len(leases)} regions, 1 asked for", "check the address")
-    for lease in leases:
-        _check_token(lease)
-        if not 1 <= lease.grant <= _GRANT_MAX:
-            raise ProtocolViolation(
-                f"metadata server granted region {lease.region} as grant {lease.grant}", f"from 1 to {_GRANT_MAX}"
-            )
-
-
-def _check_token(lease: Lease) -> None:
-    """Raise :class:`ProtocolViolation` for a fencing token that cannot be recorded."""
-    if not 0 <= lease.token <= _TOKEN_MAX:
-        raise ProtocolViolation(f"metadata server granted a region with token {lease.token}", f"from 0 to {_TOKEN_MAX}")

@@ -23,16 +23,12 @@ import numpy as np
 
 from maru_server import protocol as P
 from maru_shm.errors import MaruError
-from maru_shm.layout import KEY_BYTES
+from maru_shm.layout import KEY_BYTES, LEASE_MARGIN_NS
 from maru_sidecar.directory import Directory
 from maru_sidecar.sharing.foreign import Asker, Beyond, ForeignLease, ForeignLeases, Place
 from maru_sidecar.slab_reader import SlabReader
 
 log = logging.getLogger(__name__)
-
-#: A lease with less left than this is told to nobody: the connector does not build upon it (``LEASE_MARGIN_NS`` there), and
-#: would ask for the same again.
-LEASE_FLOOR_NS = 2_000_000_000
 
 
 class Server(Protocol):
@@ -170,14 +166,14 @@ class PeerLookups:
 
     def _long_enough(self, q: _Question) -> bool:
         """Whether a lease can be built upon the pins granted; says so once if not."""
-        if q.pinned_until_ns - time.monotonic_ns() >= LEASE_FLOOR_NS:
+        if q.pinned_until_ns - time.monotonic_ns() >= LEASE_MARGIN_NS:
             self.too_short = ""
             return True
         self.counts.short += 1
         granted_s = (q.pinned_until_ns - q.asked_ns) / 1e9
         self.too_short = (
             f"chunks of other nodes are not used: they are pinned for {granted_s:g} s, and a lease is to last at least"
-            f" {LEASE_FLOOR_NS / 1e9:g} s more when the server has answered; raise server.pin_ttl_s and the server's"
+            f" {LEASE_MARGIN_NS / 1e9:g} s more when the server has answered; raise server.pin_ttl_s and the server's"
             " --max-pin-ms"
         )
         if self.counts.short == 1:

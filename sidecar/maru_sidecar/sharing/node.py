@@ -8,7 +8,7 @@ is served on.
 *Losing one.* The link marks a region's lease revoked when the server gave it to another node. From that moment no word of it
 is written; at the next tick its chunks are forgotten. Loads in between compare generations.
 
-*Trusting the server.* What it says of regions is checked before anything is done with it (``grants.py``).
+*Trusting the server.* The link compares each answer with its question; ``grants.py`` compares a grant with the pool.
 
 *Names.* A node is one sidecar on one pool. Its name is locked on this machine (``PoolFile.lock_node``), which proves that an
 earlier process of it is dead; across machines the names must differ, and by default contain the machine's.
@@ -127,7 +127,7 @@ class Node:
         for region, lease in self.rights.items():
             if lease.revoked:
                 self._lose(region)
-            elif lease.token != self._recorded.get(region) and lease.writable() and self.grants.recordable(lease):
+            elif lease.token != self._recorded.get(region) and lease.writable():
                 self._record(region, lease.token)
         self._give_back()
         self._stores.look(self.no_stores)
